@@ -22,11 +22,11 @@ from torch import Tensor
 
 from benchmarks.output import ints, parser, shown, write
 from benchmarks.timing import DEVICE, Case, product_speed, read_bandwidth, timed
-from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionShape
 from worker.cache.eight_bits import fill_noise
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
+from worker.config.backends import ATTENTION
 from worker.config.checkpoint.mask import KeyMask
 from worker.errors import Unsupported
 from worker.forward.batch import Batch, HostLengths

@@ -18,10 +18,10 @@ from torch import Tensor
 from benchmarks.output import ints, parser, shown, write
 from benchmarks.timing import DEVICE, Case, product_speed, read_bandwidth, timed
 from worker.config.checkpoint.experts import ExpertShape, Held
+from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.ops.experts.product import expert_products
 from worker.ops.experts.route import Routes, new_load, route
-from worker.ops.scaled import BLOCK
-from worker.weights.eight_bits import GRAIN, quantized
+from worker.weights.eight_bits import GRAIN, as_e4m3
 
 SHAPES = {  # hidden size, experts
     "30b": (2048, ExpertShape(128, 8, 768, renormalizes=True)),
@@ -46,7 +46,7 @@ class Experts:
         if eight:
             for layer, stacks in enumerate(zip(self.ups, self.downs, strict=True)):
                 made = [
-                    quantized(w.float(), (e, w.shape[1] // GRAIN, -(-w.shape[2] // BLOCK)))
+                    as_e4m3(w.float(), (e, w.shape[1] // GRAIN, -(-w.shape[2] // SCALE_BLOCK)))
                     for w in stacks
                 ]
                 (self.ups[layer], of_up), (self.downs[layer], of_down) = made

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from benchmarks.output import ints, parser, shown, write
 from benchmarks.timing import DEVICE, Case, read_bandwidth, timed
+from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.ops.product import product
-from worker.ops.scaled import BLOCK, eight_bits, scaled_product
-from worker.weights.eight_bits import GRAIN, quantized
+from worker.ops.scaled import eight_bits, scaled_product
+from worker.weights.eight_bits import GRAIN, as_e4m3
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # x @ w.T
 
@@ -109,14 +110,16 @@ class EightBits:
             id(weight): self._published(weight.float())
             for weights in step.weights.values()
             for weight in weights
-            if not len(weight) % BLOCK
+            if not len(weight) % SCALE_BLOCK
         }
 
     @staticmethod
     def _published(weight: Tensor) -> tuple[Tensor, Tensor]:
         """In blocks of 128 x 128, whose scales are kept as layers keep them."""
-        values, scales = quantized(weight, (len(weight) // BLOCK, -(-weight.shape[1] // BLOCK)))
-        return values, scales.repeat_interleave(BLOCK // GRAIN, 0)
+        values, scales = as_e4m3(
+            weight, (len(weight) // SCALE_BLOCK, -(-weight.shape[1] // SCALE_BLOCK))
+        )
+        return values, scales.repeat_interleave(SCALE_BLOCK // GRAIN, 0)
 
     def __call__(self, x: Tensor, w: Tensor) -> Tensor:
         if (found := self._held.get(id(w))) is None:

@@ -23,7 +23,7 @@ from benchmarks.ranks import led_engine
 from benchmarks.timing import synchronize
 from worker.api import Sampling
 from worker.config import WorkerConfig
-from worker.config.checkpoint.delta_shape import BLOCK
+from worker.config.checkpoint.delta_shape import DELTA_BLOCK
 from worker.draw.simulated import SimulatedAcceptance
 from worker.forward.draws import Masks
 from worker.model.decoder import DecoderLayer
@@ -283,11 +283,11 @@ def prefill_floor_ms(
     after = (last.attention.output, last.feed_forward)
     spared = sum(map(_multiplied, after))
     products = (layers - spared * (num_tokens >= LONG_STEP_TOKENS)) * num_tokens + head.numel()
-    heads = model.heads.num_heads * model.shape.head_dim
+    heads = model.attended.num_heads * model.attended.head_dim
     products += (len(model.layers) - len(model.states)) * heads * prompt_len * num_tokens
-    if model.delta is not None:
-        _, _, keys, values = model.delta
-        a_token = BLOCK * (3 * keys + 2 * values) + 3 * keys * values  # of a value head
-        products += len(model.states) * model.delta.value_heads * a_token * num_tokens
+    if (delta := model.shares.get("delta")) is not None:
+        _, _, keys, values = delta
+        a_token = DELTA_BLOCK * (3 * keys + 2 * values) + 3 * keys * values  # of a value head
+        products += len(model.states) * delta.value_heads * a_token * num_tokens
     read_s = (stored + head.numel()) * head.element_size() / bandwidth
     return 1e3 * max(read_s, 2 * products / speed)

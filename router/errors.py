@@ -107,13 +107,8 @@ class ApiError(KvlaneError):
             headers["x-should-retry"] = "false"
         return headers
 
-    @property
-    def response(self) -> JSONResponse:
-        """The HTTP response of a request that has failed so."""
-        return JSONResponse(self.body, self.status, self.headers)
-
-    def response_to(self, path: str) -> JSONResponse:
-        """`response` in the form of those who ask for `path`."""
+    def response_to(self, path: str = "") -> JSONResponse:
+        """The HTTP response of a request that has failed so, in the form of who asks for `path`."""
         body = self.anthropic if path.startswith(ANTHROPIC) else self.body
         return JSONResponse(body, self.status, self.headers)
 

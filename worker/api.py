@@ -12,7 +12,7 @@ A frame is one message in msgpack. Durations travel, never clock readings: hosts
 A process is a `Member`: a name that outlives restarts and an `incarnation` that does not. Peers are
 addressed by `PeerId` = "name/incarnation", so a message can never reach a successor. A request is
 (req_id, dispatch): `dispatch` counts how often the router has sent it somewhere. A transfer is an
-`Xfer`: (xfer_id, attempt, incarnations of both); what is older is dropped.
+`Xfer`: (xfer_id, attempt, incarnations of both); messages of older ones are dropped.
 """
 
 from enum import StrEnum
@@ -41,14 +41,14 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
 
 
 class OfRequest(Message, frozen=True):
-    """Base of what concerns one dispatch of a request."""
+    """Base of messages about one dispatch of a request."""
 
     req_id: str
     dispatch: int
 
 
 class Error(Message, frozen=True):
-    """A typed error; `code` is `worker.errors.KvlaneError.code` of what happened."""
+    """A typed error; `code` is `worker.errors.KvlaneError.code` of the error."""
 
     code: str
     message: str
@@ -67,12 +67,12 @@ class Member(Message, frozen=True):
     max_model_len: int = 0  # prompt + output tokens of one request; 0 = not a worker
     layout_hash: str = ""  # of worker.cache.layout.Identity; peers with others never transfer
     transport: str = ""  # name and kind, e.g. "mooncake/tcp"
-    endpoints: tuple[bytes, ...] = ()  # of each rank, in order: worker.transfer.base.Endpoint
+    endpoints: tuple[bytes, ...] = ()  # by rank: worker.transfer.base.Endpoint
     node: str = ""
     pid: int = 0
     digest: str = ""  # of configuration and weights, for people: layout_hash covers it
     simulated_accept_len: float = 0.0  # tokens of a step that count; above 0 its answers are junk
-    drafter: str = ""  # what proposes drafts, as in `SpecConfig.drafter`; "": nothing does
+    drafter: str = ""  # `SpecConfig.drafter`; "": nothing proposes drafts
     wire_key: str = ""  # public key of its Wire (worker.keyring); "": its frames are plain
 
     @property
@@ -82,7 +82,7 @@ class Member(Message, frozen=True):
 
 
 class Card(msgspec.Struct, frozen=True):
-    """The GPU of a worker, or of its first rank; what its driver does not tell is 0."""
+    """The GPU of a worker, or of its first rank; a figure that its driver has not is 0."""
 
     used_bytes: int  # by all processes
     num_bytes: int
@@ -92,12 +92,12 @@ class Card(msgspec.Struct, frozen=True):
 
 
 class WorkerStats(Message, frozen=True):
-    """What a worker says about itself in every Pong; counts are of this moment."""
+    """A worker's figures, in every Pong; counts are of this moment."""
 
     num_running: int = 0
     num_waiting: int = 0
     max_num_reqs: int = 0
-    num_free_pages: int = 0  # free or evictable, less what is reserved
+    num_free_pages: int = 0  # free or evictable, less reserved ones
     num_pages: int = 0
     num_queued_tokens: int = 0  # prompt tokens admitted and not yet computed
     prefill_s_per_token: float = 0.0  # moving average of its own prefill steps; 0 = none yet
@@ -105,11 +105,11 @@ class WorkerStats(Message, frozen=True):
     num_steps: int = 0  # settled since its start
     has_work: bool = False  # a step can be launched, or is under way: num_steps has to grow
     page_size: int = 0  # tokens
-    # Verify windows since its start, and by place in them what was drafted and accepted.
+    # Verify windows since its start, and by place in them drafts made and drafts accepted.
     num_windows: int = 0
     drafted: tuple[int, ...] = ()  # (): it verifies nothing
     accepted: tuple[int, ...] = ()
-    tokens_per_row: float = 0.0  # moving average of what a row gets of a decode step; 0: none yet
+    tokens_per_row: float = 0.0  # moving average, of a row in a decode step; 0: none yet
     card: Card | None = None
 
 
@@ -134,11 +134,11 @@ class Sampling(Message, frozen=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    logprobs: int = -1  # likeliest alternatives beside each token's own logprob; -1 = no logprobs
+    logprobs: int = -1  # likeliest alternatives beside a token's own logprob; -1 = no logprobs
     grammar: str = ""  # llguidance grammar that the output must follow; "" = free
     return_trace: bool = False  # chunks of decode steps come with their windows
     # As `logprobs`, of the prompt's tokens but its first. The prompt is then computed where its
-    # output is, all of it: what prefix trees hold has no logits.
+    # output is, all of it: prefix trees hold no logits.
     prompt_logprobs: int = -1
 
     @property
@@ -210,7 +210,7 @@ class Abort(OfRequest, frozen=True):
 
 
 class ForgetPrefixes(Message, frozen=True):
-    """Router to workers: drop what no request uses from the prefix tree."""
+    """Router to workers: drop pages that no request uses from the prefix tree."""
 
 
 class Ack(OfRequest, frozen=True):
@@ -252,7 +252,7 @@ class Stages(Message, frozen=True):
 
 
 class Window(Message, frozen=True):
-    """What one decode step did for one request: a line of its accept trace."""
+    """One decode step of one request: a line of its accept trace."""
 
     position: int  # of its first token, whose KV the step stores: so many tokens had theirs before
     width: int  # tokens that it computed
@@ -280,7 +280,7 @@ class TokenChunk(OfRequest, frozen=True):
 
 
 class Chunks(Message, frozen=True):
-    """Decode to router: what one engine step drew for that router, or early first tokens."""
+    """Decode to router: one engine step's tokens for that router, or early first tokens."""
 
     chunks: tuple[TokenChunk, ...]
 
@@ -295,7 +295,7 @@ class Xfer(Message, frozen=True):
 
 
 class Prefill(Message, frozen=True):
-    """Decode to prefill: make KV of tokens[:-1]; announce what lies beyond `num_matched`.
+    """Decode to prefill: make KV of tokens[:-1]; announce the pages beyond `num_matched`.
 
     With `sampling`: KV of all tokens, and draw the one that follows them.
     """
@@ -322,7 +322,7 @@ class KVReady(Message, frozen=True):
     """Prefill to decode: these pages are final and may be pulled while the lease lives.
 
     pages[i] holds page number first_page + i of the prompt. `last` says that nothing follows.
-    Every renewal repeats all announcements, and decode takes what it has not seen. Without pages it
+    Every renewal repeats all announcements, and decode takes those that are new. Without pages it
     acknowledges a Prefill of which nothing is cached, or brings the token that Prefill.sampling
     asked for, if all pages were announced before it was drawn.
     """

@@ -1,6 +1,6 @@
 """The decode loop: owns a request from admission to its last token.
 
-`DecodeLoop.turn` is one turn: messages, then plan → launch → settle → reply, each when it is due.
+`DecodeLoop.turn` is one turn: messages, then plan → launch → settle → reply, as they are due.
 `requests/table.py` holds the requests and ends them.
 """
 
@@ -192,15 +192,15 @@ class DecodeLoop:
         if plan.decode and widths.max_width > 1:
             widths.took(len(plan.decode), width, meter.took_s)
             widths.observe(width, drawn)
-            meter.verified(width, nums, [each.drafts for _, each, _, _ in settled])
-        for req, each, num, reason in settled:
+            meter.verified(width, nums, [result.drafts for _, result, _, _ in settled])
+        for req, result, num, reason in settled:
             error = None
             if req.matcher is not None and (found := req.matcher.error) is not None:
                 reason, error = FinishReason.ERROR, error_of(found, req.req_id)
             window = None
             if req.sampling.return_trace and plan.decode:
-                window = Window(len(req.tokens) - num - 1, width, each.drafts, num - 1)
-            last = Last(num, reason, error, each.logprobs, window)
+                window = Window(len(req.tokens) - num - 1, width, result.drafts, num - 1)
+            last = Last(num, reason, error, result.logprobs, window)
             self.requests.replies.tokens(req, now, last)
             if reason is not None:
                 self.requests.end(req, reason, error)

@@ -78,14 +78,14 @@ class Revoked(TransferError, code="revoked"):
     """The lease under which bytes were read has ended, so the bytes prove nothing."""
 
 
-class Placement(WorldError, code="placement"):
+class NoPlacement(WorldError, code="placement"):
     """Ray cannot place what was asked for; the message says what is missing."""
 
 
 class LibraryError(KvlaneError):
-    """A library raised what nobody expected of it, over what one request brought.
+    """A library raised an unexpected error over one request's content.
 
-    Its cause is for the log: it may tell what no client should know.
+    Its cause is for the log: it may hold secrets from clients.
     """
 
     _is_told = False

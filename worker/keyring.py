@@ -1,9 +1,9 @@
 """Who may speak on the wire, and how much at once: keys, and bounds of every socket.
 
 Every frame is encrypted and authenticated by CURVE, which ZeroMQ brings. A process makes its key
-pair anew at each start and never shows the secret half; the public half is in its `Member` record,
+pair anew at its start and never shows the secret half; the public half is in its `Member` record,
 which the control plane alone hands out. Who connects knows the key of whom it connects to, and who
-listens accepts keys of members only, each for the frames of its own name.
+listens accepts keys of members only, a key for frames of its member's name.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ class Refusals:
     _addresses: set[str] = field(default_factory=set[str])  # of the latter, since they were told
     _lock: threading.Lock = field(default_factory=threading.Lock)  # of num_messages
     _log: Seldom = field(default_factory=Seldom)
-    # What each peer may send yet, below 0: too much; and since when that has grown.
+    # Units that a peer may still send, below 0: too many; and since when they have grown.
     _budgets: dict[PeerId, tuple[float, float]] = field(
         default_factory=dict[PeerId, tuple[float, float]]
     )

@@ -46,7 +46,7 @@ class Role(Protocol):
     """The loop of a prefill or a decode worker, which an engine thread runs."""
 
     def turn(self, events: list[Incoming]) -> float:
-        """Handle events, launch and settle at most one step each; returns how long it can idle, s.
+        """Handle events, launch and settle one step at most; returns how long it can idle, in s.
 
         The next turn starts when an event arrives, or after that time (MAX_IDLE_S at most). It sets
         EngineThread.stats, which every Pong carries.
@@ -62,7 +62,7 @@ class Role(Protocol):
         return []
 
     def close(self) -> None:
-        """Close what the engine does not."""
+        """Close all that the engine does not."""
 
 
 class EngineThread:

@@ -1,4 +1,4 @@
-"""Plan: what one step does, as the scheduler decided it on the host. Small, msgspec, no tensors.
+"""Plan: one step, as the scheduler decided it on the host. Small, msgspec, no tensors.
 
 A plan is all that a tensor-parallel rank needs to run the step, grammar masks aside. The KV length
 of a row that decodes is not in it: only the device knows it (`max_seq_len_ub` bounds it).
@@ -18,7 +18,7 @@ Tail = Literal["none", "greedy", "random", "filtered"]
 TAILS: tuple[Tail, ...] = ("none", "greedy", "random", "filtered")
 
 # From this many tokens on (padding included) a prefill step is long: its last layer stores the KV
-# of every token, but computes hidden states of each request's last token only. A shorter step would
+# of every token, but computes hidden states of requests' last tokens only. A shorter step would
 # gain nothing: there a layer takes the time of reading its weights.
 LONG_STEP_TOKENS = 1024
 
@@ -78,10 +78,9 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
-    """One step: either chunks of prompts or a window for each of `decode`, never both.
+    """One step: either chunks of prompts or windows of the rows `decode`, never both.
 
-    A window is `width` tokens of a row: the last drawn one and the drafts behind it, which the step
-    verifies. A width of 1 is plain decode.
+    A window is `width` tokens of a row: the last drawn one, then drafts to verify. 1: plain decode.
 
     A decode step: releases, starts, pages, forward, tail. A prefill step: pages, forward, releases,
     starts, tail. The forward of a prefill step reads only the page table, so the host can enqueue
@@ -99,7 +98,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     penalized: bool = False  # some sampled row has a penalty slot
     num_logprobs: int = -1  # likeliest alternatives to report; -1 = no logprobs
     masked: bool = False  # the tail waits for grammar masks: `ModelRunner.launch_tail`
-    width: int = 1  # tokens that each row of `decode` computes, and draws at most
+    width: int = 1  # tokens that a row of `decode` computes, and draws at most
     num_keys: int = 0  # sum of all rows' bounds, for logs
     num_prompt_logprobs: int = -1  # as num_logprobs, of `Chunk.scored`; -1: nothing is scored
 
@@ -133,7 +132,7 @@ class PaddedShape(msgspec.Struct, frozen=True, array_like=True):
 class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Leader to rank: launch this step, as the leader does at the same time.
 
-    Which graph serves chunks follows from times that each rank would measure a little differently,
+    Which graph serves chunks follows from times that ranks would measure a little differently,
     so the leader's choice comes with the plan.
     """
 
@@ -157,10 +156,10 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Launched(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Rank to leader, with engine.strict: what a step of its own came to."""
+    """Rank to leader, with engine.strict: the result of a step of its own."""
 
     step: int
-    drawn: int  # digest of what it drew
+    drawn: int  # digest of the tokens
 
 
 class Drawn(msgspec.Struct, frozen=True, gc=False):
@@ -170,5 +169,5 @@ class Drawn(msgspec.Struct, frozen=True, gc=False):
     # the scheduler asserts against.
     tokens: tuple[int, ...]
     finished: bool  # the row went inactive with the last of them
-    logprobs: tuple[TokenLogprob, ...] = ()  # of each token, if the plan asks for them
-    drafts: tuple[int, ...] = ()  # what the step verified: Plan.width - 1 ids; -1 = there was none
+    logprobs: tuple[TokenLogprob, ...] = ()  # by token, if the plan asks for them
+    drafts: tuple[int, ...] = ()  # verified by the step: Plan.width - 1 ids; -1 = there was none

@@ -34,7 +34,7 @@ class PrefillLoop(Role):
             engine.model_layout.page_bytes // engine.book.page_size,
             int(config.engine.max_prefill_tokens),
             engine.shape.num_kv_layers,
-            1 - engine.layout.regions[0].page_bytes / engine.layout.page_bytes,
+            1 - engine.layout.target.page_bytes / engine.layout.page_bytes,
         )
         limits = PromptLimits(
             int(config.model.max_model_len),
@@ -105,7 +105,7 @@ class PrefillLoop(Role):
         self.scheduler.commit(computed)
 
     def _announce_rest(self, step: Step) -> None:
-        """Wait for each layer group of a step that is about to end, to announce it at once."""
+        """Wait for the layer groups of a step that is about to end, to announce them one by one."""
         if step.groups is not None:
             for group in range(step.groups.num_groups):
                 step.groups.wait(group)
@@ -163,10 +163,10 @@ class PrefillLoop(Role):
 
 def step_times(checks: Sequence[BucketCheck]) -> list[StepTime]:
     """Read the times of steps off the start-up check of the prefill graphs; ascending."""
-    full_ms = {each.bucket: each.graph_ms for each in checks if each.kind == "prefill_full"}
+    full_ms = {check.bucket: check.graph_ms for check in checks if check.kind == "prefill_full"}
     times = []
-    for each in sorted((c for c in checks if c.kind == "prefill"), key=lambda c: c.bucket):
-        grouped_ms = min(each.graph_ms, each.eager_ms)
-        fastest_ms = min(grouped_ms, full_ms.get(each.bucket, grouped_ms))
-        times.append(StepTime(each.bucket, fastest_ms / 1e3, grouped_ms / 1e3))
+    for check in sorted((c for c in checks if c.kind == "prefill"), key=lambda c: c.bucket):
+        grouped_ms = min(check.graph_ms, check.eager_ms)
+        fastest_ms = min(grouped_ms, full_ms.get(check.bucket, grouped_ms))
+        times.append(StepTime(check.bucket, fastest_ms / 1e3, grouped_ms / 1e3))
     return times

@@ -54,7 +54,7 @@ def wrapped(message: FromLeader | FromRank) -> RankMessage:
 class Ranks:
     """The ranks beside the leader, to which it sends every step.
 
-    peers: of ranks 1, 2, …, in that order; send: the wire's; compared: they report what each step
+    peers: of ranks 1, 2, …, in that order; send: the wire's; compared: they report what a step
     drew, which has to equal what the leader drew.
     """
 

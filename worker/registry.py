@@ -10,10 +10,15 @@ from worker.errors import UserError
 def resolve(kind: str, name: str, table: Mapping[str, str]) -> type[Any]:
     """The class that `table`, name -> "package.module:Class", has for the user's choice.
 
-    Its module is imported now, not before. Raises UserError for another name; the message says what
-    there is of that kind ("attention backend").
+    Its module is imported now, not before. Raises UserError for another name; the message lists
+    the names of that kind ("attention backend").
     """
     if name not in table:
         raise UserError(f"unknown {kind} {name!r}; choose one of: {', '.join(sorted(table))}")
-    module, _, attribute = table[name].partition(":")
+    return imported(table[name])
+
+
+def imported(path: str) -> type[Any]:
+    """The class at "package.module:Class"."""
+    module, _, attribute = path.partition(":")
     return getattr(import_module(module), attribute)

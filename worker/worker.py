@@ -24,8 +24,8 @@ ROLES = {"prefill": "worker.prefill:PrefillLoop", "decode": "worker.decode:Decod
 class Worker:
     """The worker of this process; if it has several ranks, its leader. For control-plane threads.
 
-    The constructor loads the model and raises as `build_engine`. kept: what the worker that this
-    process was before has left by `retire`.
+    The constructor loads the model and raises as `build_engine`. kept: left by `retire` of the
+    worker that this process was before.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Worker:
         self.engine.close()
 
     def retire(self) -> Kept:
-        """End the loop, but leave to a worker of another role what need not be loaded again.
+        """End the loop, but leave to a worker of another role all that need not be loaded again.
 
         That one begins with an empty prefix tree. Only for a worker of one rank.
         """

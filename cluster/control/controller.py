@@ -62,7 +62,7 @@ class Controller(Commands):
     async def start(self) -> None:
         """Place and start everything; returns when all of it is ready.
 
-        Placement, UserError, WorldError: it cannot start; the message is for the user.
+        NoPlacement, UserError, WorldError: it cannot start; the message is for the user.
         """
         try:
             records = await self._site.open()

@@ -11,7 +11,7 @@ from cluster.control.replicas import Replica, State, backoff_s
 from cluster.control.tasks import Background, in_time
 from cluster.sites.process import Process, Surroundings
 from worker.api import Member
-from worker.errors import KvlaneError, PeerLost, Placement, UserError, WorldError
+from worker.errors import KvlaneError, NoPlacement, PeerLost, UserError, WorldError
 
 MAX_EARLY_DEATHS = 3  # of one name while the cluster starts; then starting fails
 LOOK_S = 0.3  # between questions how far a start is
@@ -55,7 +55,7 @@ class Keeper:
             hopeless = isinstance(error, UserError) or deaths_in_a_row >= MAX_EARLY_DEATHS
             if hopeless and not self.up:
                 if not self.failed.done():  # the same class, with the name of the process
-                    kinds = (kind for kind in (UserError, Placement) if isinstance(error, kind))
+                    kinds = (kind for kind in (UserError, NoPlacement) if isinstance(error, kind))
                     failure = next(kinds, WorldError)(f"{replica.name}: {error}")
                     self.failed.set_exception(failure)
                 return

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from cluster.sites.ray_private import RAY, free_resources
-from worker.errors import Placement
+from worker.errors import NoPlacement
 
 POLL_S = 0.2
 MARGIN = 1e-6  # of a quotient of decimal fractions
@@ -70,12 +70,12 @@ def place(
     can_grow: nodes may still join. If not, asks that the nodes can never hold fail at once.
     reserve: as `Estate.reserve`. waiting: called now and then with what is still waited for.
 
-    Raises Placement if something does not fit; the message says what and why.
+    Raises NoPlacement if something does not fit; the message says what and why.
     """
     began_at = time.monotonic()
     nodes = live_nodes()
     if not can_grow and too_much(asks, nodes):
-        raise Placement(explain(asks, nodes, 0.0))
+        raise NoPlacement(explain(asks, nodes, 0.0))
     # The largest first: else small ones take a bit of the nodes that one of those needs whole.
     missing = sorted(asks, key=lambda ask: -ask.num)
     groups = {
@@ -89,7 +89,7 @@ def place(
             if not missing:
                 return {name: _placed(name, pg) for name, pg in groups.items()}
             if waited_s > timeout_s:
-                raise Placement(explain(missing, live_nodes(), waited_s))
+                raise NoPlacement(explain(missing, live_nodes(), waited_s))
             waiting(f"waiting for room for {', '.join(ask.name for ask in missing)}")
     except BaseException:
         for pg in groups.values():
@@ -114,7 +114,7 @@ def _placed(name: str, pg: PlacementGroup) -> Group:
     try:
         return Group(pg, tuple(alive[held[i]] for i in range(pg.bundle_count)))
     except KeyError:
-        raise Placement(f"the node that had room for {name} was lost again") from None
+        raise NoPlacement(f"the node that had room for {name} was lost again") from None
 
 
 def live_nodes() -> list[Node]:
@@ -167,7 +167,7 @@ def too_much(asks: Sequence[Ask], nodes: Sequence[Node]) -> bool:
 
 
 def explain(missing: Sequence[Ask], nodes: Sequence[Node], waited_s: float) -> str:
-    """The message of Placement: the asks with their reasons, then the nodes."""
+    """The message of NoPlacement: the asks with their reasons, then the nodes."""
     after = f" within {waited_s:.0f} s" if waited_s else ""
     num = sum(ask.num for ask in missing)
     lines = [f"Ray has no room{after} for {num} of the processes asked for:"]

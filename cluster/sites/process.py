@@ -107,7 +107,7 @@ class Site(Protocol):
     async def create(self, name: str, incarnation: str) -> Process:
         """Start a process for `name`, in the placement group of the one before if that exists.
 
-        Raises Placement if there is no room, PeerLost if it died while it started.
+        Raises NoPlacement if there is no room, PeerLost if it died while it started.
         """
         ...
 

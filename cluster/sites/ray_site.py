@@ -59,8 +59,8 @@ class RaySite(Site):
     async def open(self) -> list[Record]:
         """Reserve room for all processes, and decide what depends on where they are; their names.
 
-        Raises Placement if something does not fit, WorldError if it was set to `closing` meanwhile;
-        then nothing stays reserved.
+        Raises NoPlacement if something does not fit, WorldError if it was set to `closing`
+        meanwhile; then nothing stays reserved.
         """
         self.config = await self._with_devices(self.given)
         for role, num in counts(self.config).items():

@@ -8,6 +8,8 @@ from router.errors import invalid, unsupported
 from router.openai.reading import mapping
 
 TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
+# A call's item -> its type in a chat, and where its text is in both.
+CALLS = {"function_call": ("function", "arguments"), "custom_tool_call": ("custom", "input")}
 
 
 def messages_of(items: Sequence[Mapping[str, Any]], param: str) -> list[dict[str, Any]]:
@@ -29,14 +31,10 @@ def messages_of(items: Sequence[Mapping[str, Any]], param: str) -> list[dict[str
             _turn(messages, ("reasoning", "content", "tool_calls"))["reasoning"] = texts(
                 parts, where
             )
-        elif kind == "function_call":
-            names = ("name", "arguments")
-            function = {name: word(item, name, where) for name in names}
-            call = {"id": word(item, "call_id", where), "type": "function", "function": function}
-            _turn(messages, ()).setdefault("tool_calls", []).append(call)
-        elif kind == "custom_tool_call":
-            custom = {name: word(item, name, where) for name in ("name", "input")}
-            call = {"id": word(item, "call_id", where), "type": "custom", "custom": custom}
+        elif isinstance(kind, str) and kind in CALLS:
+            of, text = CALLS[kind]
+            called = {name: word(item, name, where) for name in ("name", text)}
+            call = {"id": word(item, "call_id", where), "type": of, of: called}
             _turn(messages, ()).setdefault("tool_calls", []).append(call)
         elif kind in ("function_call_output", "custom_tool_call_output"):
             call_id, output = word(item, "call_id", where), texts(item.get("output"), where)

@@ -13,15 +13,11 @@ from router.errors import ApiError
 from router.openai.body import AnswerForm, Prepared, merged
 from router.openai.chat import ChatWriter
 
-TYPES: dict[Kind, str] = {
-    "reasoning": "thinking",
-    "text": "text",
-    "call": "tool_use",
-}  # none is custom
-DELTAS: dict[Kind, tuple[str, str]] = {
-    "reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
+DELTAS: dict[Kind, tuple[str, str]] = {  # their types, and where their texts are; none is custom
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
     "call": ("input_json_delta", "partial_json"),
-}  # fmt: skip
+}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -90,8 +86,8 @@ def _shown(block: Block, *, whole: bool) -> dict[str, Any]:
     text = block.text if whole else ""
     if block.kind == "call":
         return {"type": "tool_use", "id": block.id, "name": block.name, "input": _object(text)}
-    shown = {"type": TYPES[block.kind], DELTAS[block.kind][1]: text}
-    return shown | ({"signature": ""} if block.kind == "reasoning" else {})
+    kind = DELTAS[block.kind][1]
+    return {"type": kind, kind: text} | ({"signature": ""} if kind == "thinking" else {})
 
 
 def _told(step: Step) -> bytes:

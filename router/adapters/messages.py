@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, cast
 
-from msgspec.json import encode as to_json
 from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema
 
 from router.errors import THREAD, ApiError, invalid, unsupported
@@ -123,14 +122,14 @@ def valid(fields: Mapping[str, Any]) -> ChatBody:
         raise refused(error) from None
 
 
-def count_tokens(served: Served, own_salt: str, raw: bytes) -> bytes:
+def count_tokens(served: Served, own_salt: str, raw: bytes) -> dict[str, int]:
     """The answer to /v1/messages/count_tokens; raises an ApiError, or what `rendered` raises."""
     body, text = read(CountBody, raw), served.text
     served.check_model(body.model)
     chat = chat_of(body, text.template_source)
     prompt = rendered(chat.messages, chat, tools_of(chat).given, text)
     tokens = served.encode(prompt, "messages", adds=False, salt=chat.salt(own_salt))
-    return to_json({"input_tokens": len(tokens)})
+    return {"input_tokens": len(tokens)}
 
 
 def model_card(card: Model) -> dict[str, Any]:

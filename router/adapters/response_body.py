@@ -17,12 +17,13 @@ from router.errors import ApiError
 from router.openai.body import AnswerForm, Prepared, merged
 from router.openai.chat import ChatWriter
 
-PREFIXES: dict[Kind, str] = {"reasoning": "rs", "text": "msg", "call": "fc", "custom": "ctc"}
-CALLS = {  # type of the item, where its text is, and the events of that
-    "call": ("function_call", "arguments", "response.function_call_arguments"),
-    "custom": ("custom_tool_call", "input", "response.custom_tool_call_input"),
+KINDS: dict[Kind, tuple[str, str, str]] = {  # what ids begin with; of the text: its field, events
+    "reasoning": ("rs", "text", "reasoning_text"),
+    "text": ("msg", "text", "output_text"),
+    "call": ("fc", "arguments", "function_call_arguments"),
+    "custom": ("ctc", "input", "custom_tool_call_input"),
 }
-PARTS: dict[Kind, str] = {"reasoning": "reasoning_text", "text": "output_text"}
+CALLS = {"call": "function_call", "custom": "custom_tool_call"}  # types of items
 UNFIT = re.compile(r"[^A-Za-z0-9_-]")  # for an id, which stands in paths
 STREAM_ENDS = {"completed": "response.completed", "incomplete": "response.incomplete"}
 
@@ -130,13 +131,13 @@ class ResponseAnswer(AnswerForm):
 
     def _item(self, block: Block, *, whole: bool) -> dict[str, Any]:
         """An item; one that begins is empty."""
+        begin, of, _ = KINDS[block.kind]
         item: dict[str, Any] = {
-            "id": f"{PREFIXES[block.kind]}_{self._unique_id}-{block.index}",
+            "id": f"{begin}_{self._unique_id}-{block.index}",
             "status": "completed" if whole else "in_progress",
         }
         if block.kind in CALLS:
-            kind, of, _ = CALLS[block.kind]
-            call = {"type": kind, "call_id": block.id, "name": block.name}
+            call = {"type": CALLS[block.kind], "call_id": block.id, "name": block.name}
             return item | call | {of: block.text if whole else ""}
         parts = [_part(block, self._logprobs, whole=True)] if whole else []
         if block.kind == "reasoning":
@@ -145,35 +146,27 @@ class ResponseAnswer(AnswerForm):
 
     def _told(self, step: Step) -> bytes:
         move, block, text = step
-        item = self._item(block, whole=move is Move.CLOSE)
+        _, of, name = KINDS[block.kind]
+        is_whole, has_part = move is Move.CLOSE, block.kind not in CALLS
+        item = self._item(block, whole=is_whole)
         place: dict[str, Any] = {"output_index": block.index}
-        told = {**place, "item": item}
-        inner = {**place, "item_id": item["id"]}
-        if block.kind in CALLS:
-            _, of, name = CALLS[block.kind]
-            if move is Move.MORE:
-                return self._event(f"{name}.delta", **inner, delta=text)
-            if move is Move.OPEN:
-                return self._event("response.output_item.added", **told)
-            inner |= {"name": block.name} if block.kind == "call" else {}
-            inner[of] = block.text
-            done = self._event(f"{name}.done", **inner)
-            return done + self._event("response.output_item.done", **told)
-        inner["content_index"] = 0
-        name = f"response.{PARTS[block.kind]}"
-        part = _part(block, self._logprobs, whole=move is Move.CLOSE)
+        inner = {**place, "item_id": item["id"]} | ({"content_index": 0} if has_part else {})
         if move is Move.MORE:
             if block.kind == "text":
                 inner["logprobs"] = self._logprobs[self._num_told :]
                 self._num_told = len(self._logprobs)
-            return self._event(f"{name}.delta", **inner, delta=text)
-        if move is Move.OPEN:
-            added = self._event("response.output_item.added", **told)
-            return added + self._event("response.content_part.added", **inner, part=part)
-        scores = {"logprobs": self._logprobs} if block.kind == "text" else {}
-        done = self._event(f"{name}.done", **inner, text=block.text, **scores)
-        done += self._event("response.content_part.done", **inner, part=part)
-        return done + self._event("response.output_item.done", **told)
+            return self._event(f"response.{name}.delta", **inner, delta=text)
+        verb = "done" if is_whole else "added"
+        told = [(f"output_item.{verb}", {**place, "item": item})]
+        if has_part:
+            part = _part(block, self._logprobs, whole=is_whole)
+            told.append((f"content_part.{verb}", {**inner, "part": part}))
+        if is_whole:
+            inner |= {"name": block.name} if block.kind == "call" else {}
+            inner |= {"logprobs": self._logprobs} if block.kind == "text" else {}
+            told.append((f"{name}.done", {**inner, of: block.text}))
+            told.reverse()  # what was opened last ends first
+        return b"".join(self._event(f"response.{kind}", **fields) for kind, fields in told)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
@@ -198,7 +191,7 @@ def _usage(reqs: Sequence[Req], *, thought: bool, think_end: int | None) -> dict
 
 def _part(block: Block, logprobs: list[Any], *, whole: bool) -> dict[str, Any]:
     """All there is of text or reasoning; one that begins is empty."""
-    part: dict[str, Any] = {"type": PARTS[block.kind], "text": block.text if whole else ""}
+    part: dict[str, Any] = {"type": KINDS[block.kind][2], "text": block.text if whole else ""}
     if block.kind == "text":
         part |= {"annotations": [], "logprobs": logprobs if whole else []}
     return part

@@ -70,10 +70,10 @@ def chat_of_response(body: ResponseBody, conversation: Sequence[Item]) -> ChatBo
             raise unsupported(f"{name}: none is kept here", name)
     if body.background and (body.stream or not body.store):
         raise invalid("background: such a response is stored and not streamed", "background")
-    told = body.instructions
+    instructions = body.instructions
     fields: dict[str, Any] = {
         **extra, "model": body.model, "stream": body.stream,
-        "messages": [{"role": "system", "content": told}] * (told is not None),
+        "messages": [{"role": "system", "content": instructions}] * (instructions is not None),
         "max_completion_tokens": body.max_output_tokens, "temperature": body.temperature,
         "top_p": body.top_p, "parallel_tool_calls": body.parallel_tool_calls,
         "tools": list(_tools(body.tools)), "tool_choice": _choice(body.tool_choice),
@@ -83,10 +83,10 @@ def chat_of_response(body: ResponseBody, conversation: Sequence[Item]) -> ChatBo
         fields["truncate_prompt_tokens"] = -1
     if body.top_logprobs or LOGPROBS in body.include:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
-    told = [*foreign("tools", body.tools, TOOL_KEYS), *foreign("text", body.text, ("format",))]
-    told += foreign("reasoning", body.reasoning, ("effort",))
-    told += [f"include.{name}" for name in body.include if name != LOGPROBS]
-    fields |= dict.fromkeys(told, True)
+    unheeded = [*foreign("tools", body.tools, TOOL_KEYS), *foreign("text", body.text, ("format",))]
+    unheeded += foreign("reasoning", body.reasoning, ("effort",))
+    unheeded += [f"include.{name}" for name in body.include if name != LOGPROBS]
+    fields |= dict.fromkeys(unheeded, True)
     fields["reasoning_effort"] = body.reasoning.get("effort")
     form = mapping(body.text.get("format"))
     if form:

@@ -74,7 +74,7 @@ class Claims:
             self._wire.send(peer, Claim(req.req_id, req.dispatch, req.key, timeout_s))
 
     def answered(self, peer: PeerId, message: Claimed) -> None:
-        """A worker has told whether it has a request."""
+        """A worker has said whether it has a request."""
         asked = self._asked.get(message.req_id)
         if asked is not None and peer not in asked.peers:
             self._wire.refusals.foreign(peer, message)

@@ -72,7 +72,7 @@ class Dispatcher:
         self.forget_prefixes, self.num_of = self._queue.forget_prefixes, self._queue.num_of
         self._claims = Claims(fleet, self._queue.add, self._queue.claimed)
         self._touched: list[Mailbox] = []  # have got text since the last flush
-        # For each stream that has just got a token, the time of its token before. Streams of one
+        # The times of the tokens before those that streams have just got. Streams of one
         # worker get tokens at the same time, so most of these times are equal.
         self._lasts: list[float] = []
         self._closed = False
@@ -120,7 +120,7 @@ class Dispatcher:
             self._end(req, _failed(req, error))
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """What arrived on the wire, in order; each stream that got text is flushed once."""
+        """What arrived on the wire, in order; streams that got text are flushed once."""
         now = time.monotonic()
         for peer, message in events:
             try:
@@ -178,7 +178,8 @@ class Dispatcher:
         if (
             req is None
             or req.dispatch != chunk.dispatch
-            or not req.is_at(peer)  # two may have had what was claimed
+            or req.route is None
+            or req.route.decode != peer  # two may have had what was claimed
         ):
             self._metrics.stale_chunks.inc()
             if chunk.finish_reason is None:  # the worker still computes it

@@ -30,8 +30,8 @@ class Known:
     num_sent: int = 0  # requests of this router that are there now
     num_sent_at_pong: int = 0
     num_proposed_tokens: int = 0  # of prompts for which it became first candidate since the Pong
-    busy_until: float = 0.0  # monotonic; it has refused, and gets nothing before unless `room`
-    room: int = 0  # requests that may be sent although it is busy
+    busy_until: float = 0.0  # monotonic; it has refused, and gets nothing before but `num_allowed`
+    num_allowed: int = 0  # requests that may be sent although it is busy
 
     @property
     def peer(self) -> PeerId:
@@ -115,7 +115,7 @@ class Members:
             known.num_proposed_tokens = 0
         free_rows = known.stats.max_num_reqs - known.stats.num_running - known.stats.num_waiting
         if not known.stats.draining and free_rows > 0 and known.stats.num_free_pages > 0:
-            known.room = max(known.room, free_rows)
+            known.num_allowed = max(known.num_allowed, free_rows)
 
     def lost(self, peer: PeerId) -> None:
         """A member has stopped answering; it counts again from its next Pong on."""
@@ -128,24 +128,24 @@ class Members:
         """A decode worker had no room: it gets no request until then, or until it has room."""
         known = self._known.get(peer)
         if known is not None:
-            known.busy_until, known.room = max(known.busy_until, until), 0
+            known.busy_until, known.num_allowed = max(known.busy_until, until), 0
 
     def sent(self, peer: PeerId, candidate: PeerId | None, num_tokens: int, now: float) -> None:
         """A request goes to `peer`, which will probably let `candidate` compute the prompt."""
         known = self._known[peer]
         known.num_sent += 1
         if known.busy_until > now:
-            known.room -= 1
+            known.num_allowed -= 1
         prefill = self._known.get(candidate) if candidate is not None else None
         if prefill is not None:
             prefill.num_proposed_tokens += num_tokens
 
-    def left(self, peer: PeerId, *, gives_room: bool) -> None:
-        """A request is no longer at `peer`; with `gives_room` another may be sent there."""
+    def left(self, peer: PeerId, *, allows_one: bool) -> None:
+        """A request is no longer at `peer`; with `allows_one` another may be sent there."""
         known = self._known.get(peer)
         if known is not None and known.num_sent > 0:
             known.num_sent -= 1
-            known.room += gives_room and known.busy_until > 0
+            known.num_allowed += allows_one and known.busy_until > 0
 
     def live(self, role: Role) -> list[Known]:
         """Members of a role that answer."""
@@ -167,7 +167,7 @@ class Members:
             for known in self.live("decode")
             if not known.stats.draining
             and not known.is_full
-            and (known.busy_until <= now or known.room > 0)
+            and (known.busy_until <= now or known.num_allowed > 0)
         ]
 
     def all(self) -> list[Known]:

@@ -23,6 +23,10 @@ POLICIES = {
 }
 
 
+Prompt = Sequence[int]
+Pool = Sequence[Known]
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """Where a request goes: its decode worker, and prefill workers in order of preference."""
@@ -35,13 +39,7 @@ class Route:
 class Policy(Protocol):
     """Chooses workers. One per router, used on its loop only; it must be quick and never block."""
 
-    def choose(
-        self,
-        prompt: Sequence[int],
-        decode: Sequence[Known],
-        prefill: Sequence[Known],
-        salt: str = "",
-    ) -> Route:
+    def choose(self, prompt: Prompt, decode: Pool, prefill: Pool, salt: str = "") -> Route:
         """Place a request at one of `decode`, which may take it and are at least one.
 
         `prefill` are alive; those that cannot serve the chosen decode worker (another KV layout or
@@ -51,7 +49,7 @@ class Policy(Protocol):
         ...
 
     def found(self, route: Route, num_cached: int) -> None:
-        """The decode worker of a request has told how many of its prompt's tokens it found."""
+        """The decode worker of a request has said how many of its prompt's tokens it had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +67,7 @@ class LeastLoaded(Policy):
     Ties are broken at random, so that routers that know the same do not all choose the same.
     """
 
-    def choose(
-        self,
-        prompt: Sequence[int],
-        decode: Sequence[Known],
-        prefill: Sequence[Known],
-        salt: str = "",
-    ) -> Route:
+    def choose(self, prompt: Prompt, decode: Pool, prefill: Pool, salt: str = "") -> Route:
         best = min(decode, key=lambda known: (_load(known), random.random()))
         pool = _eligible(best, prefill)
         pool.sort(key=lambda known: (_prefill_wait_s(known), random.random()))
@@ -91,13 +83,7 @@ class PrefixAware(Policy):
     def __init__(self) -> None:
         self._prefixes = Prefixes()
 
-    def choose(
-        self,
-        prompt: Sequence[int],
-        decode: Sequence[Known],
-        prefill: Sequence[Known],
-        salt: str = "",
-    ) -> Route:
+    def choose(self, prompt: Prompt, decode: Pool, prefill: Pool, salt: str = "") -> Route:
         blocks, prefixes = blocks_of(prompt, salt), self._prefixes
         weight = 1 / max(LONG_TOKENS, len(prompt))
 
@@ -129,13 +115,7 @@ class RoundRobin(Policy):
         self._decode_turn = 0
         self._prefill_turn = 0
 
-    def choose(
-        self,
-        prompt: Sequence[int],
-        decode: Sequence[Known],
-        prefill: Sequence[Known],
-        salt: str = "",
-    ) -> Route:
+    def choose(self, prompt: Prompt, decode: Pool, prefill: Pool, salt: str = "") -> Route:
         in_order = sorted(decode, key=lambda known: known.peer)
         chosen = in_order[self._decode_turn % len(in_order)]
         self._decode_turn += 1

@@ -11,7 +11,7 @@ SHARE = 0.2  # of the latest report in the trust in a worker's cache
 
 
 def blocks_of(tokens: Sequence[int], salt: str = "") -> list[int]:
-    """A number for each whole block and all before it; equal beginnings have equal numbers.
+    """The numbers of whole blocks, with all before them; equal beginnings have equal numbers.
 
     Of one salt: as in workers' prefix trees, prompts of different ones have nothing in common.
     """

@@ -99,10 +99,10 @@ class Req:
         return self.dispatch > bool(self.key)
 
     def take_scored(self) -> tuple[tuple[int, TokenLogprob], ...]:
-        """The prompt's tokens but its first with what was found of them; nothing later on."""
-        found = tuple(zip(self.prompt[1:], self.scored, strict=False))
+        """The prompt's tokens but its first with their logprobs; nothing later on."""
+        scored = tuple(zip(self.prompt[1:], self.scored, strict=False))
         self.scored.clear()
-        return found
+        return scored
 
     @property
     def spent(self) -> StageTimes | None:
@@ -129,9 +129,10 @@ class Queue:
     """The requests that wait.
 
     Only this class changes where a request is: in the queue (its route is None) or at a worker.
-    `expired` is called with a request that has waited for `queue_timeout_s` at a stretch, or that
-    would, by how many of its client wait and the time between that client's last turns; and with by
-    how much longer. Also with one that has output, once all decode workers have another model.
+    `expired` is called with a request that will not be sent, and with the seconds by which its wait
+    would exceed the queue timeout. A request expires when it has waited for `queue_timeout_s` at a
+    stretch (0 s), when its client's last turns and waiting requests say that it would, or when it
+    has output and all decode workers have another model (0 s).
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class Queue:
         if route is None:
             req.queued_s += time.monotonic() - req.queued_at
             return
-        self._members.left(route.decode, gives_room=served)
+        self._members.left(route.decode, allows_one=served)
         self._waiting.runs(req.client, -1)
 
     def pause(self, peer: PeerId, retry_after_s: float) -> None:
@@ -218,7 +219,7 @@ class Queue:
         self._loop.call_later(pause_s, self.place)
 
     def found(self, req: Req, num_cached: int) -> None:
-        """Its decode worker has told how many of its prompt's tokens were there."""
+        """Its decode worker has said how many of its prompt's tokens were there."""
         if req.route is not None:
             self._policy.found(req.route, num_cached)
 

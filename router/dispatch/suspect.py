@@ -1,8 +1,8 @@
 """The poison guard: a request that was present at two deaths of workers may have caused them.
 
 It is not sent again. It cannot have caused the first if it drew so many tokens elsewhere: more than
-steps in flight draw. Nor if it had no row there; but a worker may die before it has told of one, so
-that counts a few times.
+steps in flight draw. Nor if it had no row there; but a worker may die before it has said so, and
+that is forgiven a few times.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ MAX_ABSENT = 3
 class Suspect:
     """What speaks against one request. `num_tokens` are its output tokens so far."""
 
-    has_row: bool = False  # its present worker has told so, or sent tokens
+    has_row: bool = False  # its present worker has said so, or sent tokens
     _num_absent: int = 0  # deaths of workers at which it had no row
     _died_at: int | None = None  # output tokens it had where a worker died last
     # Workers whose connection was lost with it: its output tokens then, and `has_row`.

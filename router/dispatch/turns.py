@@ -8,8 +8,8 @@ its requests goes before others'. The credit is bounded: who was away is lifted 
 those who wait.
 
 A turn alone helps little, as rows end in bunches: who asks for less than its share finds some free.
-Of the rows, as many stay free for each of those who do not wait as it has lately had at a time and
-one more, in all no more than a quarter.
+So rows stay free for clients that do not wait: for one of them as many as it has lately had at a
+time and one more, for all of them together at most a quarter of the rows.
 """
 
 import heapq
@@ -84,9 +84,9 @@ class Turns(Generic[W]):
         client, self._number = self._client(waiter.client), self._number + 1
         if not client.num:
             now, others = self._clock(), list(self._waiting.values()) or [self._last]
-            for each in (client, *others):
-                each.note(now)
-            client.served = max(client.served, LIFT * min(each.served for each in others))
+            for other in (client, *others):
+                other.note(now)
+            client.served = max(client.served, LIFT * min(other.served for other in others))
             self._waiting[waiter.client] = client
         heapq.heappush(client.heap, (waiter.priority, self._number, waiter.req_id))
         self._live[waiter.req_id] = self._number, waiter
@@ -105,8 +105,8 @@ class Turns(Generic[W]):
         self._last, waiter = client, None
         while waiter is None:  # entries of those that have left are passed over
             _, number, req_id = heapq.heappop(client.heap)
-            known, found = self._live.get(req_id, (0, None))
-            waiter = found if known == number else None
+            newest, live = self._live.get(req_id, (0, None))
+            waiter = live if newest == number else None
         self.remove(waiter)
         if client.turn_at:
             client.between_s.append(now - client.turn_at)
@@ -128,7 +128,7 @@ class Turns(Generic[W]):
             heapq.heapify(client.heap)
 
     def charge(self, client: str, tokens: float) -> None:
-        """Count what a client was served, as of the last turn: quick, as it is done each chunk."""
+        """Count what a client was served, as of the last turn: quick, as a chunk calls it."""
         self._client(client).served += tokens
 
     def runs(self, client: str, change: int) -> None:
@@ -150,15 +150,16 @@ class Turns(Generic[W]):
         return known.num * (sum(times) - max(times)) / (len(times) - 1)
 
     def _next(self, num_rows: int, now: float) -> _Client | None:
-        """Who was served least of those who wait; None: the rows that are free are others'."""
-        for each in self._clients.values():
-            each.note(now)
-        client = min(self._waiting.values(), key=lambda each: each.served)
-        active = [each for each in self._clients.values() if each.num or each.most > 1 / math.e]
+        """The waiting client that was served least; None: the free rows are kept for others."""
+        for known in self._clients.values():
+            known.note(now)
+        client = min(self._waiting.values(), key=lambda waiting: waiting.served)
+        active = [known for known in self._clients.values() if known.num or known.most > 1 / math.e]
         if len(active) == 1 or not client.running:
             return client
-        free = num_rows - sum(each.running for each in active)
-        kept = sum(max(0.0, each.most + 1 - each.running) for each in active if not each.num)
+        free = num_rows - sum(known.running for known in active)
+        away = [known for known in active if not known.num]
+        kept = sum(max(0.0, known.most + 1 - known.running) for known in away)
         return client if free > min(kept, KEPT * num_rows) else None
 
     def _client(self, name: str) -> _Client:

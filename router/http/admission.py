@@ -43,8 +43,8 @@ class Admission:
     def refuses(self, connection: LimitedProtocol) -> bool:
         """Whether a full router has answered a request now, whose head is here, without ASGI.
 
-        That takes a third of what `check` costs. What needs more than the same bytes each time is
-        left to `check`: a page of another origin, and a key that is not valid.
+        That takes a third of what `check` costs, which gets those whose answers have other bytes:
+        pages of other origins, and keys that are not valid.
         """
         method, url = connection.parser.get_method(), connection.url
         if not self._is_first or method != b"POST" or url not in PATHS:

@@ -67,40 +67,35 @@ class Keys:
         self._changed_at = self._stamp()
         self.keys = read_keys(self.path)
 
-    def find(self, token: bytes) -> Key | None:
-        """The key that a client has sent; raises an ApiError, 401, if it is over."""
-        self._look(time.monotonic())
-        # Every key is compared, so that the time taken does not tell which one was close.
-        same = [hmac.compare_digest(token, key.secret) for key in self.keys]
-        if not any(same):
-            return None
-        key = self.keys[same.index(True)]
-        if time.time() >= key.expires_at:
-            raise ApiError("invalid_api_key", "this API key has expired")
-        return key
-
     def key_of(self, headers: Mapping[bytes, bytes]) -> Key:
         """The key that a request brings; raises an ApiError, 401, if there is none that is valid.
 
         It comes as a bearer token, as `x-api-key` (Anthropic's clients), or, so that browsers can
         ask for it, as the password of Basic authentication.
         """
-        key = self.find(_token(headers).strip())
-        if key is None:
+        self._look(time.monotonic())
+        token = _token(headers).strip()
+        # Every key is compared, so that the time taken does not tell which one was close.
+        same = [hmac.compare_digest(token, key.secret) for key in self.keys]
+        if not any(same):
             message = "a valid API key is needed: Authorization: Bearer KEY"
             raise ApiError("invalid_api_key", message)
+        key = self.keys[same.index(True)]
+        if time.time() >= key.expires_at:
+            raise ApiError("invalid_api_key", "this API key has expired")
         return key
 
     def admits(self, headers: Mapping[bytes, bytes]) -> bool:
         """Whether a request brings a valid key."""
         try:
-            return self.find(_token(headers).strip()) is not None
-        except ApiError:  # it has expired
+            self.key_of(headers)
+        except ApiError:
             return False
+        return True
 
     def opens_pages(self, key: Key) -> bool:
         """Whether operators' pages are for its owner."""
-        return key.admin or not any(each.admin for each in self.keys)
+        return key.admin or not any(other.admin for other in self.keys)
 
     def sibling_word(self, path: str) -> str:
         """What a router says to another, which has the same file, to get an operators' page."""
@@ -134,7 +129,7 @@ class Keys:
             (use.requests, key.requests_per_minute, 1.0, "requests"),
             (use.tokens, key.tokens_per_minute, 0.0, "tokens"),
         ):
-            balance.grow(per_minute * part, took_s)  # each of them: the next call counts from now
+            balance.grow(per_minute * part, took_s)  # both: the next call counts from now
             if balance.left < least and not limit:
                 limit = f"{per_minute} {unit} a minute"
                 wait_s = (least - balance.left) * MINUTE_S / (per_minute * part)

@@ -125,7 +125,7 @@ class Answer(Response):
         await send({"type": "http.response.body", "body": body})
 
     def _kept(self, answers: Sequence[Delta]) -> list[Delta]:
-        """The answers to return: the best samples of each prompt, best first."""
+        """The answers to return: the best samples of a prompt, best first."""
         ordered = sorted(answers, key=lambda answer: answer.index)
         size, kept = self._prepared.num_samples, self._prepared.num_kept
         if kept == size:

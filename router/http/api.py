@@ -5,11 +5,9 @@ from codecs import BOM_UTF8
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
 from fastapi import Request, Response
-from msgspec import Struct
 
 from router.adapters.message_body import MessageAnswer
 from router.adapters.messages import MessagesBody, chat_of, count_tokens, model_card
@@ -24,7 +22,7 @@ from router.openai.prepare import Preparer
 from router.openai.reading import read
 from router.openai.reply import ModelList
 from router.openai.tokens import detokenize, tokenize
-from router.show.front import Front
+from router.show.front import Front, as_json
 from router.text.grammar import Validator
 from worker.errors import contained
 
@@ -65,8 +63,7 @@ class Api:
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens."""
         own_salt = Exchange.of(request.scope).own_salt
-        body = await self._run(request, partial(count_tokens, self._served, own_salt))
-        return Response(body, media_type="application/json")
+        return await self._told(request, partial(count_tokens, self._served, own_salt))
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -77,23 +74,23 @@ class Api:
         card = self._served.card
         if ANTHROPIC_SIGN in request.headers:
             ends = {"first_id": card.id, "last_id": card.id, "has_more": False}
-            return _json({"data": [model_card(card)], **ends})
-        return _json(ModelList([card]))
+            return as_json({"data": [model_card(card)], **ends})
+        return as_json(ModelList([card]))
 
     async def one_model(self, request: Request) -> Response:
         """GET /v1/models/{name}."""
         self._served.check_model(request.path_params["name"])
         card = self._served.card
-        return _json(model_card(card) if ANTHROPIC_SIGN in request.headers else card)
+        return as_json(model_card(card) if ANTHROPIC_SIGN in request.headers else card)
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
         own_salt = Exchange.of(request.scope).own_salt
-        return _json(await self._run(request, partial(tokenize, self._served, own_salt)))
+        return await self._told(request, partial(tokenize, self._served, own_salt))
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        return _json(await self._run(request, partial(detokenize, self._served)))
+        return await self._told(request, partial(detokenize, self._served))
 
     async def not_served(self, request: Request) -> Response:
         """Endpoints of OpenAI's API that this server does not have."""
@@ -128,9 +125,9 @@ class Api:
         chat = chat_of(read(MessagesBody, raw), self._served.text.template_source)
         return replace(self.preparer.of_chat(chat, own_salt), form=MessageAnswer)
 
-    async def _run(self, request: Request, work: Callable[[bytes], Result]) -> Result:
+    async def _told(self, request: Request, work: Callable[[bytes], object]) -> Response:
         raw = await self.body(request)
-        return await _run(raw, partial(work, raw))
+        return as_json(await _run(raw, partial(work, raw)))
 
 
 async def _run(raw: bytes, work: Callable[[], Result]) -> Result:
@@ -141,7 +138,3 @@ async def _run(raw: bytes, work: Callable[[], Result]) -> Result:
             return work()
 
     return await asyncio.to_thread(run) if is_slow(raw) else run()
-
-
-def _json(body: Struct | dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

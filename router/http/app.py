@@ -323,7 +323,7 @@ class RouterServer:
             self.front.metrics.deaths(death.role).inc()
         self.front.dispatcher.update_members(self.listed)
         if self._keys is not None:
-            self._keys.num_routers = sum(each.role == "router" for each in self.listed)
+            self._keys.num_routers = sum(member.role == "router" for member in self.listed)
 
     async def _begin_drain(self, others: bool) -> None:
         front, server = self.front, self.server

@@ -269,6 +269,6 @@ class LimitedProtocol(HttpToolsProtocol):
             message = f"the request's head did not arrive within {limit_s:g} s"
             late = ApiError("request_timeout", message)
             headers = self.server_state.default_headers
-            self.transport.write(answer(late.status, headers, rest_of(late.response)))
+            self.transport.write(answer(late.status, headers, rest_of(late.response_to())))
         self.transport.close()
         self.loop.call_later(GRACE_S, self.transport.abort)  # if the client reads nothing, either

@@ -51,7 +51,7 @@ class Exchange:
     arrived_at: float = field(default_factory=time.monotonic)
     status: int = CLIENT_GONE
     reqs: list[Req] = field(default_factory=list[Req])  # the choices, of one that generates
-    n: int = 1  # choices of each prompt that the client gets
+    n: int = 1  # choices of a prompt that the client gets
     client: str = ""  # the name of its API key; "": none is needed
     unheeded: Sequence[str] = ()  # fields of its body that have no effect
     own_salt: str = ""  # `Key.own_salt`

@@ -12,7 +12,7 @@ import gc
 
 USUAL = gc.get_threshold()
 FEW = 256  # open requests, with which a full collection takes some 20 ms
-# Collections of what is younger since the last full one; each comes with some 8,000 objects more.
+# Collections of what is younger since the last full one; one comes with 8,000 objects more.
 # An object is 100 bytes or so: what waits is below 80 MB, and below 300 MB while many are open.
 MIN_YOUNG, MAX_YOUNG = 100, 400
 IDLE_LOOKS = 5, 30  # without an open request; connections may close later

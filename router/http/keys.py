@@ -1,4 +1,4 @@
-"""The file of API keys: each key, and what it may do.
+"""The file of API keys, and what they may do.
 
 A line is a key, and perhaps what there is to say of it:
 
@@ -77,7 +77,7 @@ def _read(words: Sequence[bytes], where: str) -> Key:
             else:
                 raise ValueError
         except ValueError:
-            known = ", ".join(f"{each}=…" for each in ("name", *LIMITS, "expires"))
+            known = ", ".join(f"{option}=…" for option in ("name", *LIMITS, "expires"))
             known += ", admin=yes, cache=own"
             raise UserError(f"{where}: what follows the key is not {known}", PARAM) from None
     return Key(words[0], **options)  # type: ignore[arg-type]

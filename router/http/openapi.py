@@ -72,8 +72,8 @@ def _operation(route: Route, model: str) -> dict[str, Any]:
         content |= reply.shown(model)
     failed = Content(JSON, ErrorReply, {"error": ERROR}).shown(model)
     if path.startswith(ANTHROPIC):
-        told = {"type": ERROR["type"], "message": ERROR["message"]}
-        failed = Content(JSON, MessageErrorReply, {"type": "error", "error": told}).shown(model)
+        named = {"type": ERROR["type"], "message": ERROR["message"]}
+        failed = Content(JSON, MessageErrorReply, {"type": "error", "error": named}).shown(model)
     responses = {
         "200": {"description": "Served", "content": content},
         "4XX": {"description": "The request is wrong, or comes too early", "content": failed},

@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 from router.config import RouterConfig
 from router.errors import ApiError, invalid
 from router.http.request_body import read_body
+from router.show.front import as_json
 
 MAX_BYTES = 4096
 
@@ -47,7 +48,7 @@ Order = TypeVar("Order", bound=Struct)
 
 
 class OrderRoutes:
-    """The routes below `/admin`; `access.ApiKeys` lets in whose key says admin=yes."""
+    """The routes below `/admin`; `access.Door` lets in whose key says admin=yes."""
 
     def __init__(self, operator: Operator | None, config: RouterConfig, *, keys: bool) -> None:
         self._operator, self._config, self._keys = operator, config, keys
@@ -56,13 +57,13 @@ class OrderRoutes:
         """POST /admin/drain."""
         operator, order = self._allowed(), await self._read(request, DrainOrder)
         idle = await asyncio.to_thread(operator.drain, order.name, order.timeout_s)
-        return _told({"name": order.name, "finished": idle})
+        return as_json({"name": order.name, "finished": idle})
 
     async def role(self, request: Request) -> Response:
         """POST /admin/role."""
         operator, order = self._allowed(), await self._read(request, RoleOrder)
         await asyncio.to_thread(operator.turn, order.name, order.role, order.timeout_s)
-        return _told({"name": order.name, "role": order.role})
+        return as_json({"name": order.name, "role": order.role})
 
     async def _read(self, request: Request, kind: type[Order]) -> Order:
         body = await read_body(request, MAX_BYTES, self._config.body_timeout_s)
@@ -78,7 +79,3 @@ class OrderRoutes:
         if self._operator is None:
             raise ApiError("unsupported", "this router has no controller to ask").answered(403)
         return self._operator
-
-
-def _told(what: dict[str, object]) -> Response:
-    return Response(msgspec.json.encode(what), media_type="application/json")

@@ -20,7 +20,7 @@ from router.http.api import Api
 from router.http.exchange import Exchange
 from router.openai.body import Prepared
 from router.openai.reading import read
-from router.show.front import Front
+from router.show.front import Front, as_json
 
 
 class Nowhere:
@@ -95,7 +95,7 @@ class ResponseRoutes:
     async def own(self, request: Request) -> Response:
         """GET /dashboard/responses/{name}: what this router has kept, for the others."""
         kept = self._store.of_anybody(request.path_params["name"])
-        return Response(msgspec.json.encode(kept), media_type="application/json")
+        return as_json(kept)
 
     async def _found(self, request: Request) -> Kept:
         name, owner = request.path_params["name"], self._owner(request)

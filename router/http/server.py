@@ -30,7 +30,7 @@ class Server(uvicorn.Server):
         self._listeners = sockets or []
         first, own = self._listeners[:1], self._listeners[1:]
         self.config.ssl = self._tls
-        # As many connections are accepted in a turn of the loop: each may bring a request at once,
+        # As many connections are accepted in a turn of the loop: all may bring a request at once,
         # and who is here already waits for all of them. Further ones wait in the kernel.
         self.config.backlog = MAX_TURN_EVENTS
         await super().startup(first)

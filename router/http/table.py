@@ -1,5 +1,5 @@
-"""All that is served: of each path its methods, who may ask, how its requests are logged, and what
-the document at /openapi.json says of it. No other place names these paths.
+"""All paths that are served: their methods, who may ask, how requests are logged, and what the
+document at /openapi.json says. No other place lists them.
 """
 
 import json
@@ -218,8 +218,8 @@ ROUTES = (
         summary="Workers, load, throughput and latencies of the last minutes, and who was replaced",
         replies=(_json(None, {"model": "tiny", "workers": [], "routers": [], "changes": []}),),
     ),
-    _operator("/dashboard", "pages.dashboard"),
-    _operator("/dashboard/playground", "pages.playground"),
+    _operator("/dashboard", "pages.page"),
+    _operator("/dashboard/playground", "pages.page"),
     _operator("/dashboard/own", "pages.own", is_probe=True),
     _operator("/dashboard/static/{name:path}", "pages.file"),
     Route("", Guard.ROUTER, "/dashboard/responses/{name}", "responses.own"),
@@ -229,7 +229,7 @@ ROUTES = (
         replies=(_json(None, {"config": {}, "members": [], "version": "0.1.0", "notes": []}),),
     ),
     _page("/", "pages.index"),
-    _page("/docs", "pages.docs"),
+    _page("/docs", "pages.page"),
     _page("/docs/static/{name:path}", "pages.file"),
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""What `/dashboard/data` says: the cluster at a glance, put together from a `Part` of each router.
+"""What `/dashboard/data` says: the cluster at a glance, put together from the routers' `Part`s.
 
-Routers know all workers, and each its own requests. Times are durations: hosts share no clock.
+Routers know all workers, and their own requests. Times are durations: hosts share no clock.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True):
-    """A process that is not ready yet, told as a `Change` is."""
+    """A process that is not ready yet; it comes as a `Change` does."""
 
     name: str
     role: Role
@@ -47,7 +47,9 @@ class Spread(msgspec.Struct, frozen=True):
     """How long something took, by bucket, as Prometheus has it."""
 
     bounds: tuple[float, ...]  # upper, in seconds, ascending
-    counts: tuple[int, ...]  # of each bucket by itself; one more than bounds, for what is beyond
+    counts: tuple[
+        int, ...
+    ]  # of the buckets by themselves; one more than bounds, for what is beyond
     seconds: float = 0.0  # all together
 
     @property

@@ -1,7 +1,7 @@
 """Histograms that cost little to observe: plain counts, made into Prometheus' form when scraped.
 
-A chunk of each stream is observed every step. prometheus_client's own histogram takes some 3 µs of
-locks and method calls for each, as much as all else that a chunk needs before it is written.
+A step brings a chunk of every stream, and all are observed. prometheus_client's own histogram takes
+some 3 µs of locks and method calls for a chunk, as much as all else before it is written.
 """
 
 import time
@@ -24,46 +24,49 @@ Bucket = tuple[str, float] | tuple[str, float, Exemplar]
 class Tally:
     """One series with the upper `bounds`, without infinity. One thread observes, any scrapes."""
 
-    __slots__ = ("_bounds", "_counts", "_exemplars", "_sum")
+    __slots__ = ("_bounds", "_counts", "_exemplars", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-        # Of each bucket the last traced value: its trace id, itself, when it was.
+        self.sum = 0.0  # of all values
+        # By bucket the last traced value: its trace id, itself, when it was.
         self._exemplars: list[tuple[str, float, float] | None] = [None] * len(self._counts)
 
     def observe(self, value: float, trace_id: str = "", number: int = 1) -> None:
         """Count one value `number` times; trace_id: of the trace in which it was measured."""
         bucket = bisect_left(self._bounds, value)
         self._counts[bucket] += number
-        self._sum += value * number
+        self.sum += value * number
         if trace_id:
             self._exemplars[bucket] = trace_id, value, time.time()
 
     def observe_since(self, now: float, times: Sequence[float]) -> None:
-        """Count how long ago each of them was. Where most are equal, one costs nearly nothing."""
+        """Count how long ago they were. Where most are equal, one costs nearly nothing."""
         same = len(times) == times.count(times[0])
         for at, number in [(times[0], len(times))] if same else Counter(times).items():
             value = now - at
             self._counts[bisect_left(self._bounds, value)] += number
-            self._sum += value * number
+            self.sum += value * number
 
     def spread(self) -> Spread:
         """The buckets."""
-        return Spread(tuple(self._bounds), tuple(self._counts), self._sum)
+        return Spread(tuple(self._bounds), tuple(self._counts), self.sum)
 
-    def sample(self) -> tuple[list[Bucket], float]:
-        """The buckets as (upper bound, values up to it) and maybe an exemplar; the sum of all."""
-        names = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]
-        buckets: list[Bucket] = []
-        for name, count, last in zip(names, accumulate(self._counts), self._exemplars, strict=True):
+    def exemplified(self) -> Iterator[Bucket]:
+        """The buckets as `buckets` has them, and exemplars where there are any."""
+        for bucket, last in zip(buckets(self.spread()), self._exemplars, strict=True):
             if last is None:
-                buckets.append((name, count))
+                yield bucket
             else:
                 trace_id, *rest = last
-                buckets.append((name, count, Exemplar({"trace_id": trace_id}, *rest)))
-        return buckets, self._sum
+                yield *bucket, Exemplar({"trace_id": trace_id}, *rest)
+
+
+def buckets(spread: Spread) -> list[tuple[str, float]]:
+    """As Prometheus has them: (upper bound, values up to it)."""
+    names = [floatToGoString(bound) for bound in (*spread.bounds, float("inf"))]
+    return list(zip(names, accumulate(spread.counts), strict=True))
 
 
 def total(counter: Collector) -> float:
@@ -88,13 +91,12 @@ class Tallies(Collector):
         registry.register(self)
 
     def labels(self, *values: str) -> Tally:
-        """The series with these labels; to be kept, not looked up for each value."""
+        """The series with these labels; to be kept, not looked up for a value."""
         return self._series.setdefault(values, Tally(self._buckets))
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """For prometheus_client."""
         family = HistogramMetricFamily(*self._about, labels=self._labels)
         for values, tally in self._series.items():
-            buckets, total = tally.sample()
-            family.add_metric(values, buckets, total)
+            family.add_metric(values, list(tally.exemplified()), tally.sum)
         yield family

@@ -20,8 +20,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
+from router.observe.board import together
 from router.observe.stages import StageTimes, vllm_times
-from router.observe.tally import Tally, total
+from router.observe.tally import Tally, buckets, total
 from worker.api import Role, WorkerStats
 from worker.observe.metrics import Families
 
@@ -45,9 +46,9 @@ class Live:
 
     running: Callable[[], int] = int  # choices at workers
     waiting: Callable[[], int] = int  # choices in the queue
-    outputs: Callable[[], Sequence[int]] = tuple  # output tokens of each open choice that has any
+    outputs: Callable[[], Sequence[int]] = tuple  # output tokens of open choices that have any
     alive: Callable[[Role], int] = lambda role: 0  # workers
-    decodes: Callable[[], Sequence[WorkerStats]] = tuple  # what each live one said last
+    decodes: Callable[[], Sequence[WorkerStats]] = tuple  # what live ones said last
     # The same by name, of those whose drafts a router of this name exports.
     drafting: Callable[[str], Mapping[str, WorkerStats]] = lambda router: {}
 
@@ -68,8 +69,8 @@ class _Scrape:
         self.used = 1 - free / pages if pages else 1.0  # without workers all are
         page_size = max((worker.page_size for worker in stats), default=0)
         self.config: Figures = {(str(page_size), str(pages)): 1} if stats else {}
-        self.prompt, self.cached = ours.prompt_length.sample()[1], total(ours.cached_tokens)
-        self.output = ours.output_length.sample()[1] + sum(outputs)
+        self.prompt, self.cached = ours.prompt_length.sum, total(ours.cached_tokens)
+        self.output = ours.output_length.sum + sum(outputs)
         self.ended: Figures = {(reason,): number for reason, number in ended.items()}
         self.arrived = sum(ended.values()) + self.decoding + self.waiting
 
@@ -82,7 +83,7 @@ Figure = Callable[[Any], float | Figures]
 
 
 class Row(NamedTuple):
-    """One family: its figure is one number, or one for each value of its own `labels`."""
+    """One family: its figure is one number, or one by the values of its own `labels`."""
 
     make: Any
     name: str
@@ -196,13 +197,14 @@ class VllmMetrics(Collector):
         for name, text, place in TIMES:
             tallies = self._own.get(place) or getattr(self._ours, place)
             family = HistogramMetricFamily(PREFIX + name, text, labels=LABELS)
-            together = _together([tallies] if isinstance(tallies, Tally) else tallies)
-            family.add_metric((self._model, number), *together)
+            several = [tallies] if isinstance(tallies, Tally) else tallies
+            whole = together([tally.spread() for tally in several])
+            family.add_metric((self._model, number), buckets(whole), whole.seconds)
             yield family
 
 
 def _family(row: Row, name: str, engines: Mapping[tuple[str, str], object]) -> Metric:
-    """A row's series of each engine, from what its figure is of."""
+    """A row's series by engine, from what its figure is of."""
     family = row.make(PREFIX + name, row.text, labels=(*LABELS, *row.labels))
     for engine, source in engines.items():
         figure = row.figure(source)
@@ -212,7 +214,7 @@ def _family(row: Row, name: str, engines: Mapping[tuple[str, str], object]) -> M
 
 
 def merged_samples(head: str, samples: Sequence[str]) -> str:
-    """The samples of a family on one page, from those on each router's; the first is our own."""
+    """The samples of a family on one page, from those on routers' pages; the first is our own."""
     about, kind = head.split("\n")[:2]
     name, is_draft = about.split(" ")[2].removeprefix(PREFIX), f" {PREFIX}{OF_DRAFTS}" in about
     if f" {PREFIX}" not in about or not (is_draft or kind.endswith(" gauge")):
@@ -225,14 +227,4 @@ def merged_samples(head: str, samples: Sequence[str]) -> str:
         values.setdefault(series, []).append(float(value))
     # Drafts are there twice if one router has just taken over from another: the older counts less.
     one = max if is_draft else sum
-    return "".join(f"{each} {floatToGoString(one(values[each]))}\n" for each in values)
-
-
-def _together(tallies: Sequence[Tally]) -> tuple[list[tuple[str, float]], float]:
-    """The buckets and the sum of series with the same bounds."""
-    samples = [tally.sample() for tally in tallies]
-    buckets: list[tuple[str, float]] = [
-        (same[0][0], sum(bucket[1] for bucket in same))
-        for same in zip(*(buckets for buckets, _ in samples), strict=True)
-    ]
-    return buckets, sum((of_all for _, of_all in samples), 0.0)
+    return "".join(f"{name} {floatToGoString(one(found))}\n" for name, found in values.items())

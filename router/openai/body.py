@@ -70,10 +70,10 @@ class Prepared:
 
     writer: AnswerWriter
     model: str
-    reqs: Sequence[Req]  # num_samples for each prompt, one after the other
+    reqs: Sequence[Req]  # num_samples for a prompt, prompt by prompt
     streamed: bool
     num_samples: int = 1
-    num_kept: int = 1  # samples of each prompt to return: the best by mean logprob
+    num_kept: int = 1  # samples of a prompt to return: the best by mean logprob
     include_usage: bool = False
     continuous_usage: bool = False
     return_stages: bool = False
@@ -100,7 +100,7 @@ class Body(AnswerForm):
         self._prepared = prepared
         self._reqs = reqs
         self._opened = set[int]()  # choices that have their first event
-        self._num_told: dict[int, int] = {}  # of each choice: token ids that were written
+        self._num_told: dict[int, int] = {}  # by choice: token ids that were written
         self.answer_id = f"{prepared.writer.prefix}-{unique_id}"
         self._completion = Completion[Choice](
             id=self.answer_id,
@@ -161,7 +161,7 @@ class Body(AnswerForm):
         return event
 
     def _account(self, choice: Choice, delta: Delta) -> None:
-        """Add the accept trace and the time of each stage, if asked for and known."""
+        """Add the accept trace and the times of stages, if asked for and known."""
         if delta.windows is not None:
             steps = list[TracedStep]
             choice.kvlane_trace = msgspec.convert(delta.windows, steps, from_attributes=True)
@@ -206,7 +206,7 @@ def num_scored(deltas: Sequence[Delta]) -> int:
 
 
 def merged(deltas: Sequence[Delta]) -> list[Delta]:
-    """One delta for each choice: the sum of its deltas."""
+    """One delta a choice: the sum of its deltas."""
     piled: dict[int, list[Delta]] = {}
     for delta in deltas:
         piled.setdefault(delta.index, []).append(delta)

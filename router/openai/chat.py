@@ -57,7 +57,7 @@ class ChatWriter(AnswerWriter):
         self._bytes_of = bytes_of
         self._parsers: dict[int, Parser] = {}
         self._called: set[int] = set()  # choices with a tool call
-        # Most chunks are this one with another text; each is encoded before the next is made.
+        # Most chunks are this one with another text: one is encoded before the next is made.
         self._text_chunk = ChunkChoice(
             index=0, delta=DeltaMessage(content=""), logprobs=None, finish_reason=None
         )
@@ -99,7 +99,7 @@ class ChatWriter(AnswerWriter):
         )
 
     def parsed(self, delta: Delta) -> Parsed:
-        """What a delta holds; each is to be parsed once, in order."""
+        """What a delta holds; deltas are to be parsed once, in order."""
         parser = self._parsers.get(delta.index)
         if parser is None:
             parser = self._parsers[delta.index] = self._parser()

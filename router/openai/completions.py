@@ -4,17 +4,18 @@ from collections.abc import Sequence
 
 from router.dispatch.mailbox import Delta
 from router.openai.body import AnswerWriter
-from router.openai.logprobs import BytesOf, echoed, text_logprobs
+from router.openai.logprobs import BytesOf, text_logprobs
 from router.openai.reply import Choice, TextChoice, TextLogprobs
 from router.openai.schema import CompletionBody
 from router.openai.served import Served
 from router.text.tokenizer import Text
+from worker.api import FinishReason, TokenLogprob
 
 
 class TextWriter(AnswerWriter):
     """Text completions; chunks have the same form.
 
-    `echoes`: the prompt that each choice repeats before its own text; empty without echo.
+    `echoes`: the prompts that choices repeat before their own text; empty without echo.
     `bytes_of` is None when no logprobs are wanted.
     """
 
@@ -30,49 +31,42 @@ class TextWriter(AnswerWriter):
         prompts: Sequence[tuple[int, ...]] = (),
         num_top: int = 0,
     ) -> None:
-        """prompts: of each choice, if it is echoed with logprobs; num_top: alternatives there."""
+        """prompts: of choices, if they are echoed with logprobs; num_top: alternatives."""
         self._prompts, self._num_top = prompts, num_top
         self._echoes = echoes
         self._bytes_of = bytes_of
-        self._offsets: dict[int, int] = {}  # of each choice: characters of the tokens written
+        self._offsets: dict[int, int] = {}  # by choice: characters of the tokens written
 
     def opening(self, delta: Delta) -> Choice | None:
         if not self._echoes:
             return None
-        index = delta.index
-        logprobs, echo = self._echoed(delta), self._echoes[index]
-        return TextChoice(index=index, text=echo, logprobs=logprobs, finish_reason=None)
+        return self._choice(delta.index, self._echoes[delta.index], self._echoed(delta))
 
     def chunk(self, delta: Delta) -> Choice:
-        return self._choice(delta.index, delta, delta.text)
+        return self._choice(delta.index, delta.text, delta.scored, delta.finish_reason)
 
     def whole(self, index: int, delta: Delta) -> Choice:
-        echo = self._echoes[delta.index] if self._echoes else ""
-        before = self._echoed(delta)
-        choice = self._choice(index, delta, echo + delta.text)
-        if before is not None and choice.logprobs is not None:
-            for name in before.__struct_fields__:
-                getattr(before, name).extend(getattr(choice.logprobs, name))
-        choice.logprobs = before or choice.logprobs
-        return choice
+        text = self._echoes[delta.index] + delta.text if self._echoes else delta.text
+        scored = (*self._echoed(delta), *delta.scored)
+        return self._choice(index, text, scored, delta.finish_reason)
 
-    def _echoed(self, delta: Delta) -> TextLogprobs | None:
-        """Logprobs of the prompt, if they are echoed; the answer's offsets begin behind them."""
-        if not self._prompts or self._bytes_of is None:
-            return None
-        found = echoed(self._prompts[delta.index][0], delta.prompt, self._bytes_of, self._num_top)
-        self._offsets[delta.index] = found.text_offset[-1] + len(found.tokens[-1])
-        return found
+    def _echoed(self, delta: Delta) -> Sequence[tuple[int, TokenLogprob | None]]:
+        """The tokens of the prompt with their logprobs, if these are echoed."""
+        return ((self._prompts[delta.index][0], None), *delta.prompt) if self._prompts else ()
 
-    def _choice(self, index: int, delta: Delta, text: str) -> TextChoice:
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        scored: Sequence[tuple[int, TokenLogprob | None]],
+        finish_reason: FinishReason | None = None,
+    ) -> TextChoice:
         logprobs: TextLogprobs | None = None
-        if delta.scored and self._bytes_of is not None:
-            offset = self._offsets.get(delta.index, 0)
-            logprobs = text_logprobs(delta.scored, self._bytes_of, offset)
-            self._offsets[delta.index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
-        return TextChoice(
-            index=index, text=text, logprobs=logprobs, finish_reason=delta.finish_reason
-        )
+        if scored and self._bytes_of is not None:
+            offset = self._offsets.get(index, 0)
+            logprobs = text_logprobs(scored, self._bytes_of, offset, self._num_top)
+            self._offsets[index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
+        return TextChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish_reason)
 
 
 def prompts(body: CompletionBody, served: Served, salt: str) -> list[tuple[int, ...]]:
@@ -89,7 +83,7 @@ def prompts(body: CompletionBody, served: Served, salt: str) -> list[tuple[int, 
 
 
 def echoes(body: CompletionBody, prompts: Sequence[tuple[int, ...]], text: Text) -> list[str]:
-    """What each choice repeats before its own text, of a prompt that was cut what is left of it."""
+    """What choices repeat before their own text, of a prompt that was cut what is left of it."""
     if not body.echo:
         return []
     is_cut = body.truncate_prompt_tokens is not None

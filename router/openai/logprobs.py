@@ -1,6 +1,6 @@
 """Logprobs of tokens in the two forms of OpenAI's API."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from router.dispatch.mailbox import Scored
@@ -12,6 +12,7 @@ from router.openai.reply import (
     TextLogprobs,
     TopLogprob,
 )
+from worker.api import TokenLogprob
 
 BytesOf = Callable[[int], bytes]
 
@@ -41,20 +42,8 @@ def chat_logprobs(scored: Scored, bytes_of: BytesOf) -> ChatLogprobs:
     return ChatLogprobs(content=content)
 
 
-def echoed(first: int, scored: Scored, bytes_of: BytesOf, num_top: int) -> TextLogprobs:
-    """As `text_logprobs`, of a prompt: its first token, then others, with `num_top` alternatives"""
-    shown = _shown(bytes_of(first))
-    rest = text_logprobs(scored, bytes_of, len(shown), num_top)
-    return TextLogprobs(
-        tokens=[shown, *rest.tokens],
-        token_logprobs=[None, *rest.token_logprobs],
-        top_logprobs=[None, *rest.top_logprobs],
-        text_offset=[0, *rest.text_offset],
-    )
-
-
 def of_prompt(scored: Scored, bytes_of: BytesOf, num_top: int) -> PromptLogprobs:
-    """`prompt_logprobs`, as vLLM has them: each token's own last, if it is not among the others."""
+    """`prompt_logprobs`, as vLLM has them: a token's own last, if it is not among the others."""
 
     def entry(token: int, logprob: float, rank: int | None) -> PromptLogprob:
         shown = _shown(bytes_of(token))
@@ -70,29 +59,27 @@ def of_prompt(scored: Scored, bytes_of: BytesOf, num_top: int) -> PromptLogprobs
 
 
 def text_logprobs(
-    scored: Scored, bytes_of: BytesOf, offset: int, num_top: int | None = None
+    scored: Sequence[tuple[int, TokenLogprob | None]], bytes_of: BytesOf, offset: int, num_top: int
 ) -> TextLogprobs:
     """choices[].logprobs of a completion; the first token begins at `offset`.
 
-    A token's own logprob is always among the alternatives; num_top: of these; None: all.
+    None: a token without any, as the first of a prompt. A token's own logprob is always among the
+    alternatives; num_top: of the others.
     """
-    tokens = [_shown(bytes_of(token)) for token, _ in scored]
-    offsets: list[int] = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return TextLogprobs(
-        tokens=tokens,
-        token_logprobs=[finite(scores.logprob) for _, scores in scored],
-        top_logprobs=[
-            {
-                _shown(bytes_of(i)): finite(value)
-                for i, value in ((token, scores.logprob), *scores.top[:num_top])
-            }
-            for token, scores in scored
-        ],
-        text_offset=offsets,
-    )
+    logprobs = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    for token, scores in scored:
+        shown = _shown(bytes_of(token))
+        logprobs.tokens.append(shown)
+        logprobs.text_offset.append(offset)
+        offset += len(shown)
+        own = top = None
+        if scores is not None:
+            own = finite(scores.logprob)
+            others = {_shown(bytes_of(i)): finite(value) for i, value in scores.top[:num_top]}
+            top = {shown: own} | others
+        logprobs.token_logprobs.append(own)
+        logprobs.top_logprobs.append(top)
+    return logprobs
 
 
 def mean(scored: Scored) -> float:

@@ -213,7 +213,7 @@ class Preparer:
             marks = tuple(map(self._symbol, self._marks)) if tokens else self._marks
             first = think_rules(*marks, opened=opened, as_tokens=tokens)
         grammar = composed(parts, [*rules, "body: " + " | ".join(alternatives)], first)
-        own = [each for each in self._validator.check(grammar, param) if each not in of_tools]
+        own = [word for word in self._validator.check(grammar, param) if word not in of_tools]
         if param == "response_format" and "uniqueItems" in unkept(own):
             raise invalid(f"{param}: uniqueItems is not supported", param)
         names = [f"tools.{name}" for name in unkept(of_tools)]
@@ -273,8 +273,8 @@ def shortened(prompt: tuple[int, ...], body: GenerationBody, max_model_len: int)
         return prompt
     if asked == 0 or asked > max_model_len:
         raise invalid(f"{name}: must be -1, or in [1, {max_model_len}]", name)
-    room = max(1, max_model_len - (body.asked_max_tokens[0] or 1))
-    return prompt[-(room if asked < 0 else asked) :]
+    fits = max(1, max_model_len - (body.asked_max_tokens[0] or 1))
+    return prompt[-(fits if asked < 0 else asked) :]
 
 
 def allowed_tokens(num_prompt_tokens: int, body: GenerationBody, served: Served, param: str) -> int:
@@ -285,15 +285,15 @@ def allowed_tokens(num_prompt_tokens: int, body: GenerationBody, served: Served,
     limit = served.max_model_len
     if num_prompt_tokens == 0:
         raise invalid("the prompt is empty", param)
-    room, (asked, field) = limit - num_prompt_tokens, body.asked_max_tokens
-    if room >= (asked or 1):
+    left, (asked, field) = limit - num_prompt_tokens, body.asked_max_tokens
+    if left >= (asked or 1):
         if asked == 0:  # workers draw one at least
             return 1
-        return asked or min(room, body.default_max_tokens or room)
+        return asked or min(left, body.default_max_tokens or left)
     message = f"the model's context is {limit} tokens; the prompt has {num_prompt_tokens}"
     if asked is not None:
         message += f" and {field} is {asked}"
-    fits = room > 0  # then a shorter output would fit
+    fits = left > 0  # then a shorter output would fit
     raise ApiError("context_length_exceeded", message, param=field if fits else param)
 
 

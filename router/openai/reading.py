@@ -24,7 +24,7 @@ def mapping(value: Any) -> dict[str, Any]:
 
 
 def contradiction(field: str, message: str) -> PydanticCustomError:
-    """Two fields contradict each other; `field` is the one to change."""
+    """Two fields contradict one another; `field` is the one to change."""
     return PydanticCustomError("contradiction", "{message}", {"field": field, "message": message})
 
 

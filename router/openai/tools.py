@@ -91,7 +91,7 @@ def tools_of(body: ChatBody) -> Tools:
     given = [as_function(tool, f"tools.{i}") for i, tool in enumerate(body.tools)]
     functions = tuple(_function(i, tool) for i, tool in enumerate(given))
     kinds = zip(functions, body.tools, strict=True)
-    custom = frozenset(each.name for each, tool in kinds if tool.get("type") == "custom")
+    custom = frozenset(function.name for function, tool in kinds if tool.get("type") == "custom")
     if mapping(choice).get("type") == "allowed_tools":
         choice, names = _allowed(choice, functions)
         kept = [i for i, function in enumerate(functions) if function.name in names]

@@ -19,7 +19,7 @@ from router.dispatch.members import WORKERS, Known
 from router.errors import NO_FAULT
 from router.observe import board
 from router.observe.board import Board, Change, Part, RouterRow, Start, WorkerRow
-from router.show.front import Front
+from router.show.front import Front, as_json
 from router.show.period import HOUR_STEP_S, STEP_S
 from router.show.status import version
 
@@ -32,8 +32,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",  # ask again, by the ETag: an upgrade changes files, not names
 }
-
-
+UNSTORED = {"cache-control": "no-store"}
 LINKS = ("docs", "openapi.json", "v1/models", "ready", "dashboard")
 
 
@@ -62,21 +61,17 @@ class Pages:
             return JSONResponse({"name": "kvlane", "version": version(), "model": model} | links)
         needs_key = self._front.served.config.api_key_file
         key = "\n  -H 'Authorization: Bearer KEY' \\" if needs_key else ""
-        told = {"model": model, "version": version(), "url": str(request.base_url), "key": key}
-        shown = {name: escape(text, quote=False) for name, text in told.items()}
+        words = {"model": model, "version": version(), "url": str(request.base_url), "key": key}
+        shown = {name: escape(text, quote=False) for name, text in words.items()}
         return HTMLResponse(self._index.substitute(shown), headers=HEADERS)
 
-    async def docs(self, request: Request) -> Response:
-        """GET /docs: the API, to be tried out."""
-        return await self._page(request, "docs.html")
-
-    async def dashboard(self, request: Request) -> Response:
-        """GET /dashboard: the page that shows `/dashboard/data`."""
-        return await self._page(request, "dashboard.html")
-
-    async def playground(self, request: Request) -> Response:
-        """GET /dashboard/playground: a chat with the model."""
-        return await self._page(request, "playground.html")
+    async def page(self, request: Request) -> Response:
+        """GET a page of ours, whose file has the name of its path."""
+        path: bytes = request.scope["raw_path"].partition(b"?")[0]
+        if path.endswith(b"/"):  # links in the page are relative to a path without
+            return RedirectResponse("../" + path.decode("ascii", "replace").split("/")[-2])
+        name = request.scope["path"].rpartition("/")[2]
+        return await self._files.get_response(f"{name}.html", request.scope)
 
     async def data(self, request: Request) -> Response:
         """GET /dashboard/data: the whole cluster."""
@@ -85,21 +80,15 @@ class Pages:
             parts[name] = None
             with suppress(msgspec.MsgspecError):  # of a version that says other things
                 parts[name] = None if text is None else msgspec.json.decode(text, type=Part)
-        return _json(self._board(parts))
+        return as_json(self._board(parts), **UNSTORED)
 
     async def own(self, request: Request) -> Response:
         """GET /dashboard/own: this router's part."""
-        return _json(self._own())
+        return as_json(self._own(), **UNSTORED)
 
     async def file(self, request: Request) -> Response:
         """GET /dashboard/static/{name}, and for all /docs/static/{name}."""
         return await self._files.get_response(request.path_params["name"], request.scope)
-
-    async def _page(self, request: Request, name: str) -> Response:
-        path: bytes = request.scope["raw_path"].partition(b"?")[0]
-        if path.endswith(b"/"):  # links in the page are relative to a path without
-            return RedirectResponse("../" + path.decode("ascii", "replace").split("/")[-2])
-        return await self._files.get_response(name, request.scope)
 
     def _own(self) -> Part:
         front = self._front
@@ -165,11 +154,6 @@ class Pages:
                     workers.append(lost)
             seen.add(c.name)
         return sorted(routers, key=_role_and_number), sorted(workers, key=_role_and_number)
-
-
-def _json(body: msgspec.Struct) -> Response:
-    headers = {"cache-control": "no-store"}
-    return Response(msgspec.json.encode(body), media_type="application/json", headers=headers)
 
 
 def _router(name: str, node: str, part: Part | None) -> RouterRow:

@@ -1,7 +1,7 @@
 """The routers that listen on the same port of the same node, and the metrics of all of them.
 
 Whoever asks the port reaches one of them, and never knows which. So that one asks the others, at
-the port that each has of its own, and answers with one page.
+the ports of their own, and answers with one page.
 """
 
 import asyncio
@@ -25,18 +25,13 @@ HELP = "# HELP "
 class Siblings:
     """What one router, `member`, knows of them; its address is that of the shared port.
 
-    said: headers, for a path, by which they know each other.
+    said: headers, for a path, by which they know one another.
     """
 
     def __init__(
-        self,
-        members: Members,
-        member: Member,
-        said: Callable[[str], Mapping[str, str]],
+        self, members: Members, member: Member, said: Callable[[str], Mapping[str, str]]
     ) -> None:
-        self._members = members
-        self._member = member
-        self._said = said
+        self._members, self._member, self._said = members, member, said
         # Nothing here speaks TLS, and to verify would load all certificates of the machine.
         self._client = httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, verify=False)
         self._last: dict[tuple[str, str], tuple[str, float]] = {}  # (address, form) -> page, when
@@ -94,7 +89,7 @@ class Siblings:
         async def ask(address: str) -> str | None:
             url, headers = f"http://{address}{path}", {"accept": accepted, **self._said(path)}
             try:
-                async with asyncio.timeout(TIMEOUT_S):  # httpx's own is that of each part
+                async with asyncio.timeout(TIMEOUT_S):  # httpx's own is that of a part
                     response = await self._client.get(url, headers=headers)
                 return response.raise_for_status().text
             except (httpx.HTTPError, TimeoutError):

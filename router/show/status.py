@@ -110,8 +110,8 @@ class StatusRoutes:
     def _why_none(self) -> str:
         """Why no decode worker is there."""
         starting = self._served.members.starting()
-        told = [f"{start.name} is {start.text}" for start in starting if start.role == "decode"]
-        return ", ".join(told) or "no decode worker answers"
+        starts = [f"{start.name} is {start.text}" for start in starting if start.role == "decode"]
+        return ", ".join(starts) or "no decode worker answers"
 
     def _by_name(self) -> list[Known]:
         """All members, in the same order at every router."""

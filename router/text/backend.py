@@ -53,7 +53,7 @@ def encode_of(file: TokenizerFile, tokenizer: Tokenizer, backend: TokenizerBacke
     """
 
     def right(text: str, adds: bool) -> Sequence[int]:
-        with contained("the tokenizer"):  # the fast one leaves out where each token stands
+        with contained("the tokenizer"):  # the fast one leaves out where tokens stand
             (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=adds)
         return encoding.ids
 

@@ -63,9 +63,9 @@ def bounded(schema: Schema, bounds: Bounds) -> Schema:
 class _Copy:
     """Copies parts of one schema.
 
-    Several schemas of one value (`allOf`, or `anyOf` beside `properties`) may each name a part of
-    its properties. Closing one would forbid the others': they stay open, and the schema that holds
-    them names all of their properties and is closed.
+    Several schemas of one value (`allOf`, or `anyOf` beside `properties`) may name different
+    properties of it. A closed one would forbid the properties of the others. So they stay open, and
+    the schema that holds them names all of their properties and is closed.
     """
 
     def __init__(self, root: Schema, bounds: Bounds) -> None:
@@ -100,7 +100,7 @@ class _Copy:
     def _copy_same(self, given: Schema, copy: Schema, *, closed: bool) -> None:
         for key in GROUPS:
             if isinstance(given.get(key), list):
-                # Another member of allOf may have the limit, or a pattern that one contradicts.
+                # A limit of ours may contradict a limit or a pattern of another member of allOf.
                 limited = key != "allOf" or len(given[key]) == 1
                 copy[key] = [self.copy(x, closed=closed, limited=limited) for x in given[key]]
         for key in CONDITIONS:
@@ -112,7 +112,7 @@ class _Copy:
             copy["$ref"] = given["$ref"] + OPEN
 
     def _num_parts(self, given: Schema) -> int:
-        """How many schemas of one value may each name a part of its properties."""
+        """How many schemas of one value may name properties of it."""
         members = given.get("allOf")
         num = len(cast("list[Any]", members)) if isinstance(members, list) else 0
         num += sum(key in given for key in ("anyOf", "oneOf", "$ref"))

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from router.text.parsers import Call, Calls, JsonEnd, Parsed, held
+from router.text.parsers import AllCalls, Call, Calls, End, Parsed, held
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")  # of a message in harmony
@@ -39,26 +39,6 @@ def first_of(text: str, marks: Sequence[str]) -> tuple[str, str, str] | None:
     return text[:at], mark, text[at + len(mark) :]
 
 
-def closing(text: str) -> int:
-    """Where Python's call at the beginning of `text` ends; -1: not in it."""
-    depth, quote, escaped = 0, "", False
-    for i, char in enumerate(text):
-        if escaped:
-            escaped = False
-        elif quote:
-            escaped = char == "\\"
-            quote = "" if char == quote else quote
-        elif char in "\"'":
-            quote = char
-        elif char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-            if depth == 0:
-                return i + 1
-    return -1
-
-
 def python_call(text: str) -> tuple[str, str] | None:
     """(name, arguments as JSON) of a call with arguments by name; None: it is no such call."""
     try:
@@ -67,28 +47,14 @@ def python_call(text: str) -> tuple[str, str] | None:
             call = call.args[0]
         if not isinstance(call, ast.Call) or call.args:
             return None
-        given = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
         return None if None in given else (ast.unparse(call.func), json.dumps(given))
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
 
 
-class _Streamed(Calls):
-    """A call's arguments end the call."""
-
-    def _arguments(self, call: Call) -> Parsed | None:
-        """More of a call that has begun."""
-        parsed, taken = call.arguments(self._text)
-        self._text = self._text[taken:]
-        if call.over:
-            self._call = None
-            self.num_calls += 1
-            return parsed
-        return parsed or None
-
-
-class Marked(_Streamed):
-    """Content, and behind a mark calls: in JSON, one or a list, or each a name and its arguments.
+class Marked(Calls):
+    """Content, and behind a mark calls: in JSON, one or a list, or names with their arguments.
 
     What stands behind calls, and is none, is content again. closes: marks that end calls. python:
     calls may be written as Python does.
@@ -115,7 +81,7 @@ class Marked(_Streamed):
 
     def _step(self) -> Parsed | None:
         if self._call is not None:
-            return self._arguments(self._call)
+            return self._to_its_end(self._call)
         if not self._mark:
             return self._content()
         is_first = self.num_calls == self._num_before
@@ -143,7 +109,7 @@ class Marked(_Streamed):
         call = Call(self.num_calls)
         parsed, start = call.head(text)
         if not call.started:
-            end = JsonEnd().feed(text)
+            end = End().feed(text)
             if end < 0:
                 return None
             whole, start = call.whole(text[:end]), end
@@ -156,7 +122,7 @@ class Marked(_Streamed):
         return parsed
 
     def _of_python(self, text: str, is_first: bool) -> Parsed | None:
-        end = closing(text)
+        end = End("\"'", "()[]{}").feed(text)
         if end < 0:
             return None
         made = python_call(text[:end])
@@ -187,16 +153,8 @@ class Marked(_Streamed):
         return Parsed(shown)
 
 
-class Bare(_Streamed):
-    """All of the answer is one call, of a function with one of these names, or content."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__()
-        self._names = names
-        self._is_content = False
-
-    def feed(self, text: str) -> Parsed:
-        return Parsed(text) if self._is_content else super().feed(text)
+class Bare(AllCalls):
+    """The answer is one call: a name, a new line and arguments."""
 
     def finish(self, *, cut: bool = False) -> Parsed:
         text, self._text = self._text, ""
@@ -205,7 +163,7 @@ class Bare(_Streamed):
 
     def _step(self) -> Parsed | None:
         if self._call is not None:
-            return self._arguments(self._call)
+            return self._to_its_end(self._call)
         text = self._text.lstrip()
         if self.num_calls or not text:
             return None
@@ -215,8 +173,7 @@ class Bare(_Streamed):
             return self._call.named(found[1])
         if self._may_be(text):
             return None
-        self._is_content, text, self._text = True, self._text, ""
-        return Parsed(text)
+        return self._give_up()
 
     def _may_be(self, text: str) -> bool:
         """Whether it is the beginning of a call."""

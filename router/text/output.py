@@ -124,7 +124,7 @@ class WindowDetokenizer(Detokenizer):
 
 @lru_cache(maxsize=256)  # the choices of a request share them
 def _fallbacks(stop: str) -> "array[int]":
-    """How much of `stop` each beginning of it ends with, but itself."""
+    """Of the beginnings of `stop`: how much of `stop` they end with, but themselves."""
     fallback, matched = array("i", bytes(4 * len(stop))), 0
     for i in range(1, len(stop)):
         while matched and stop[i] != stop[matched]:
@@ -205,7 +205,7 @@ class Ends:
     stops: Sequence[str] = ()  # strings, none of them empty
     keeps_stop: bool = False  # the text ends behind the stop string and not before it
     min_tokens: int = 0
-    over: Callable[[str], bool] | None = None  # gets each token's text; is the answer complete?
+    over: Callable[[str], bool] | None = None  # gets a token's text, says whether it is the last
     is_wanted: bool = True  # False: the answer ends before its first token
 
 

@@ -91,12 +91,16 @@ def held(text: str, marker: str) -> int:
     return 0
 
 
-class JsonEnd:
-    """Finds the end of a JSON object that arrives in pieces, from its opening brace on."""
+class End:
+    """Finds the end of a JSON object that arrives in pieces, from its opening brace on.
 
-    def __init__(self) -> None:
+    With `quotes` of both kinds, and brackets in pairs of `brackets`, also that of Python's calls.
+    """
+
+    def __init__(self, quotes: str = '"', brackets: str = "{}[]") -> None:
+        self._quotes, self._opening, self._closing = quotes, brackets[::2], brackets[1::2]
         self._depth = 0
-        self._quoted = False
+        self._quote = ""  # in whose text it is
         self._escaped = False
 
     def feed(self, text: str) -> int:
@@ -104,13 +108,14 @@ class JsonEnd:
         for i, char in enumerate(text):
             if self._escaped:
                 self._escaped = False
-            elif char == '"':
-                self._quoted = not self._quoted
-            elif self._quoted:
+            elif self._quote:
                 self._escaped = char == "\\"
-            elif char in "{[":
+                self._quote = "" if char == self._quote else self._quote
+            elif char in self._quotes:
+                self._quote = char
+            elif char in self._opening:
                 self._depth += 1
-            elif char in "}]":
+            elif char in self._closing:
                 self._depth -= 1
                 if self._depth <= 0:
                     return i + 1
@@ -123,7 +128,7 @@ class Call:
     def __init__(self, index: int) -> None:
         self.started = False
         self._index = index
-        self._arguments: JsonEnd | None = None
+        self._arguments: End | None = None
 
     def head(self, text: str) -> tuple[Parsed, int]:
         """The first part, and where in `text` the arguments begin; or nothing, and 0."""
@@ -131,7 +136,7 @@ class Call:
         name = _loaded(head.group(1)) if head else None
         if head is None or not _is_text(name):
             return Parsed(), 0
-        self.started, self._arguments = True, JsonEnd()
+        self.started, self._arguments = True, End()
         return self._first(name, ""), head.end()
 
     def whole(self, text: str) -> Parsed | None:
@@ -166,7 +171,7 @@ class Call:
 
     def named(self, name: str) -> Parsed:
         """The first part of a call whose name stood apart; its arguments follow."""
-        self.started, self._arguments = True, JsonEnd()
+        self.started, self._arguments = True, End()
         return self._first(name, "")
 
     def _first(self, name: str, arguments: str) -> Parsed:
@@ -205,6 +210,21 @@ class Calls(Parser):
         """The next part that is certain; None when more text is needed."""
         raise NotImplementedError
 
+    def _arguments(self, call: Call) -> Parsed:
+        """More of a call that has begun."""
+        parsed, taken = call.arguments(self._text)
+        self._text = self._text[taken:]
+        return parsed
+
+    def _to_its_end(self, call: Call) -> Parsed | None:
+        """The same of a call that its arguments end."""
+        parsed = self._arguments(call)
+        if call.over:
+            self._call = None
+            self.num_calls += 1
+            return parsed
+        return parsed or None
+
 
 class Hermes(Calls):
     """Calls are <tool_call>{"name": ..., "arguments": {...}}</tool_call>; the rest is content."""
@@ -240,9 +260,7 @@ class Hermes(Calls):
             parsed = call.whole(body) or Parsed(CALL + body + CALL_END)
             self.num_calls += call.started
             return parsed
-        parsed, taken = call.arguments(self._text)
-        self._text = self._text[taken:]
-        if parsed:
+        if parsed := self._arguments(call):
             return parsed
         _, end, rest = self._text.partition(CALL_END)
         if not end:
@@ -266,11 +284,8 @@ class Hermes(Calls):
         return Parsed(text)
 
 
-class Llama3(Calls):
-    """All of the answer is calls, {"name": ..., "parameters": {...}} with ; between, or content.
-
-    JSON with a name that is not among `names` is content.
-    """
+class AllCalls(Calls):
+    """All of the answer is calls of functions with these names, or it is content."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
@@ -279,6 +294,14 @@ class Llama3(Calls):
 
     def feed(self, text: str) -> Parsed:
         return Parsed(text) if self._is_content else super().feed(text)
+
+    def _give_up(self) -> Parsed:
+        self._is_content, text, self._text = True, self._text, ""
+        return Parsed(text)
+
+
+class Llama3(AllCalls):
+    """Calls are {"name": ..., "parameters": {...}} with ; between."""
 
     def finish(self, *, cut: bool = False) -> Parsed:
         rest, self._text = self._text, ""
@@ -299,7 +322,7 @@ class Llama3(Calls):
         call = Call(self.num_calls)
         parsed, start = call.head(text)
         if not call.started:
-            end = JsonEnd().feed(text)
+            end = End().feed(text)
             if end < 0:
                 return None if len(text) < MAX_HEAD else self._give_up()
             parsed, start = call.whole(text[:end]) or Parsed(), end
@@ -309,9 +332,7 @@ class Llama3(Calls):
         return parsed
 
     def _more(self, call: Call) -> Parsed | None:
-        parsed, taken = call.arguments(self._text)
-        self._text = self._text[taken:]
-        if parsed:
+        if parsed := self._arguments(call):
             return parsed
         rest = self._text.lstrip()
         if not rest:
@@ -320,10 +341,6 @@ class Llama3(Calls):
         self._call = None
         self._text = rest.removeprefix("}")
         return Parsed()
-
-    def _give_up(self) -> Parsed | None:
-        self._is_content, text, self._text = True, self._text, ""
-        return Parsed(text)
 
 
 def _may_be_call(text: str) -> bool:

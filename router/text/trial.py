@@ -16,7 +16,7 @@ import weakref
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import llguidance.numpy as bitmask
 from llguidance import LLMatcher, LLTokenizer
@@ -91,6 +91,9 @@ class _Process:
         self._process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0
         )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._asked, self._said = self._process.stdin, self._process.stdout
         self._end = weakref.finalize(self, _end, self._process)
         if self._answer() is None:
             raise RuntimeError("a process that tries grammars does not start")
@@ -102,7 +105,7 @@ class _Process:
     def ask(self, grammar: str) -> dict[str, Any]:
         """Its answer, also if it has not survived the grammar."""
         with suppress(BrokenPipeError):
-            _input(self._process).write(json.dumps(grammar).encode() + b"\n")
+            self._asked.write(json.dumps(grammar).encode() + b"\n")
         answer = self._answer()
         if answer is None or answer["is_worn"]:
             self._end()
@@ -111,30 +114,18 @@ class _Process:
     def _answer(self) -> dict[str, Any] | None:
         timer = threading.Timer(HANG_S, self._process.kill)
         timer.start()
-        line = _output(self._process).readline()
+        line = self._said.readline()
         timer.cancel()
         return json.loads(line) if line.endswith(b"\n") else None
 
 
-def _input(process: "subprocess.Popen[bytes]") -> IO[bytes]:
-    assert process.stdin is not None
-    return process.stdin
-
-
-def _output(process: "subprocess.Popen[bytes]") -> IO[bytes]:
-    assert process.stdout is not None
-    return process.stdout
-
-
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    process.wait()
-    _input(process).close()
-    _output(process).close()
+    with process:  # waits for it and closes its pipes
+        process.kill()
 
 
 def main() -> None:
-    """The process itself: tokenizer, size of the vocabulary, and its limits for each grammar."""
+    """The process itself: tokenizer, size of the vocabulary, and its limits for one grammar."""
     path, vocab_size, cpu_s, memory_bytes = sys.argv[1], *map(int, sys.argv[2:])
     tokenizer = LLTokenizer(Path(path).read_text(encoding="utf-8"), n_vocab=vocab_size)
     _limit(resource.RLIMIT_CORE, 0)

@@ -24,8 +24,8 @@ from tests.support.dflash_reference import DFlashReference
 from tests.support.pairwise import in_whole
 from worker.api import Sampling
 from worker.config.checkpoint.shape import read_model_shape
-from worker.model.layers import Placement
 from worker.model.load import load_model as load_worker_model
+from worker.model.placement import Placement
 from worker.peers.base import SingleCollective
 
 TINY = Path(__file__).parents[2] / "worker" / "assets" / "tiny"

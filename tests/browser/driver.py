@@ -1,5 +1,6 @@
 """Chromium, driven by Playwright, and what has to hold of every page at any time."""
 
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.test_browser import CHROMIUM
-
 TOOLS = Path(__file__).resolve().parents[2] / ".tools" / "browser"
 AXE = TOOLS / "node_modules" / "axe-core" / "axe.min.js"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 WIDE, NARROW = (1200, 900), (360, 740)
 SERIOUS = ("serious", "critical")
 

@@ -19,7 +19,6 @@ from tests.support.attention_asm import attend_asm
 from tests.support.attention_cases import EACH, EVERY, PAIRWISE
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from worker.attention import triton as triton_backend
-from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionCaps, AttentionShape
 from worker.attention.build import build_attentions
 from worker.attention.flashinfer import FlashInferAttention
@@ -29,6 +28,7 @@ from worker.attention.triton import TritonAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.config import PLANNED_ON_HOST
+from worker.config.backends import ATTENTION
 from worker.config.checkpoint.mask import CAUSAL, KeyMask
 from worker.errors import Unsupported, UserError
 from worker.forward.batch import Batch, HostLengths
@@ -442,41 +442,6 @@ COMBINATIONS = [
     for case in (pairwise.every if pairwise.whole else pairwise.pairwise)(LEGAL)
     if ("triton" in case) is INTERPRETED
 ]
-
-
-@pytest.mark.parametrize(("prefill", "decode", "spec"), COMBINATIONS)
-def test_any_backends_share_the_pages_of_one_request(monkeypatch, prefill, decode, spec):
-    """Each step reads what other backends have stored; windows have lengths on the device alone."""
-    for name, path in TABLE.items():
-        monkeypatch.setitem(ATTENTION, name, path)
-    longest = [(0, max(prefix + width for _, step in STEPS for prefix, width in [step[i]]))
-               for i in range(3)]  # fmt: skip
-    owners, pages = make_rows(longest, 16, 3)
-    pool = make_pool(16, 2, 32, 1, "float32", pages)
-    names = {"prefill": prefill, "decode": decode, "spec": spec}
-    attentions = build_attentions(names, pool, AttentionShape(4, 2, 32, 0.2))
-    generator = torch.Generator().manual_seed(0)
-    dense = torch.zeros(2, 3, 64, 2, 32)  # keys and values of each request
-    for kind, shapes in STEPS:
-        rows = [Row(*shape, owner.pages) for shape, owner in zip(shapes, owners, strict=True)]
-        batch = make_batch(rows, 16, padded_rows=1, padded_reqs=1)
-        if kind == "spec":
-            batch = replace(batch, host=None)
-        q = torch.randn(batch.num_tokens, 4, 32, generator=generator)
-        kv = torch.randn(2, batch.num_tokens, 2, 32, generator=generator)
-        attention: Any = getattr(attentions, kind)
-        with forward_context(batch, attention, attention.plan(batch)):
-            store_kv_ref(kv[0], kv[1], attention.kv(0), batch.slot_mapping)
-            out = attention.forward(q, 0)
-        start = 0
-        for i, row in enumerate(rows):
-            mine = slice(start, start + row.width)
-            dense[:, i, row.prefix : row.length] = kv[:, mine]
-            keys, values = dense[:, i, : row.length].double()
-            expected = dense_oracle(q[mine].double(), keys, values, row.prefix, 0.2)
-            assert (out[mine].double() - expected).abs().max() < BOUNDS["float32"], (kind, row)
-            start += row.width
-    pool.close()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

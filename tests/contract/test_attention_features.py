@@ -17,8 +17,6 @@ from tests.support.pairwise import in_whole
 from worker.attention.base import AttentionShape
 from worker.attention.build import ByLayerAttention, build_attentions
 from worker.attention.triton import TritonAttention
-from worker.cache.layout import KVLayout, KVRegion
-from worker.cache.pool import KVPool
 from worker.config.checkpoint.mask import CAUSAL, KeyMask
 from worker.errors import Unsupported
 from worker.forward.batch import Bounds
@@ -154,24 +152,6 @@ def test_short_steps_backend_serves_what_that_of_long_ones_lacks() -> None:
     assert other._long is not other._short
     with pytest.raises(Unsupported, match=r"cannot serve KeyMask.*: its sinks"):
         resolve("attention backend", "flashinfer", plain.TABLE)(pool, shape, sinks)
-    pool.close()
-
-
-def test_a_window_costs_what_a_text_of_its_length_costs() -> None:
-    """Decode of 32 rows: the same tiles, splits and programs for 32k keys as for 4k."""
-    if not HAS_TRITON:
-        pytest.skip(WHY)
-    region = KVRegion("target", 1, 8, 128, 1, 64, "bfloat16")
-    pool = KVPool(KVLayout((region,)), 2, plain.CPU)
-    shape = AttentionShape(32, 8, 128, 1.0, KeyMask(window=4096))
-
-    class Anywhere(TritonAttention):
-        caps = replace(TritonAttention.caps, devices=None)
-
-    windowed, whole = Anywhere(pool, shape), Anywhere(pool, replace(shape, mask=CAUSAL))
-    for width in (1, 4):
-        short, long = (Bounds(32, 32 * width, width, n) for n in (4096 + width, 32768))
-        assert windowed._tiles(long) == whole._tiles(short)
     pool.close()
 
 

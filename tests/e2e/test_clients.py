@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.load.__main__ import main as load
-from benchmarks.load.result import read
 from tests.e2e.harness import REPOSITORY, Serve
 from tests.e2e.shared import USUAL, Clusters
 from tests.support.patience import HANG_S
@@ -65,16 +63,3 @@ def test_openai_of_javascript(cluster: Serve) -> None:
     if not (REPOSITORY / CLIENTS / "js" / "node_modules").exists() or not shutil.which("node"):
         pytest.skip("no openai of JavaScript; see tests/clients/README.md")
     run(cluster, "node", "js/openai_checks.mjs")
-
-
-def test_the_load_harness_sees_every_stage(cluster: Serve, tmp_path: Path) -> None:
-    path = str(tmp_path / "result.json")
-    asked = ["--url", cluster.url, "--concurrency", "3", "--num", "12", "--tokenizer", "tiny"]
-    assert load([*asked, "--source", "synthetic:64-128,12", "--quiet", "--json", path]) == 0
-    (summary,) = read(path).summaries
-    assert summary["requests"]["served"] == 12
-    assert summary["tokens"]["output"] == 12 * 12
-    for stage in ("prefill_s", "decode_s"):  # the transfer follows the first token
-        assert summary["stages"][stage]["p50"] > 0
-    assert summary["stages"]["unaccounted_s"]["min"] >= 0
-    cluster.wait_idle()

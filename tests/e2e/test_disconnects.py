@@ -1,6 +1,10 @@
-"""Clients that hang up in every phase of a request; others beside them get their right texts."""
+"""Clients that hang up in every phase of a request; others beside them get their right texts.
+
+At random moments: tests/fault/test_chaos.py. And the log of such a cluster, by a request's id.
+"""
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
@@ -8,13 +12,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import httpx
 import pytest
 
 from benchmarks.train.problems import held_out_problems
 from tests.e2e.harness import Serve
 from tests.e2e.raw import Connection
 from tests.e2e.shared import Clusters
-from tests.fault.router_doubles import metric
+from tests.fault.router_doubles import metric, wait_until
 from tests.support.asking import ask_all
 from tests.support.patience import HANG_S
 from tests.support.reference import reference_texts
@@ -31,7 +36,7 @@ ARGUMENTS = (
     "--set", f"decode.engine.max_num_reqs={NUM_ROWS}",
     "--set", "decode.engine.max_waiting=0",
     "--set", "prefill.engine.max_prefill_tokens=16",
-    # These for tests/e2e/test_browser.py, which shares the cluster.
+    # These for lines of the log.
     "--set", "cluster.log_level=DEBUG",
     "--log-format", "json",
 )  # fmt: skip
@@ -154,24 +159,7 @@ async def while_tokens_are_drawn(serve: Serve) -> None:
             left.close()
 
 
-async def a_hundred_at_random_moments(serve: Serve) -> None:
-    async def leave(left: Leavers, rng: random.Random) -> None:
-        await asyncio.sleep(rng.uniform(0, 2))
-        n, stream = rng.choice(KINDS)
-        ids = prompt(rng, rng.choice([3, 40, 300]))
-        connection = await left.begin(ids, n, stream, rng.choice([1, 8, 60]))
-        await asyncio.sleep(rng.uniform(0, 1))
-        connection.drop(reset=rng.random() < 0.5)
-
-    with closing(Leavers(serve)) as left:
-        async with witnesses(serve):
-            await asyncio.gather(*(leave(left, random.Random(seed)) for seed in range(100)))
-
-
-MOMENTS = (
-    while_it_waits_for_a_worker, while_its_prompt_is_prefilled, while_tokens_are_drawn,
-    a_hundred_at_random_moments,
-)  # fmt: skip
+MOMENTS = (while_it_waits_for_a_worker, while_its_prompt_is_prefilled, while_tokens_are_drawn)
 
 
 @pytest.mark.parametrize("leave", MOMENTS)
@@ -185,3 +173,22 @@ def test_clients_hang_up(cluster: Serve, leave: Callable[[Serve], Awaitable[None
     after = cluster.wait_idle()
     assert [row["pid"] for row in after.values()] == [row["pid"] for row in before.values()]
     assert "Traceback" not in cluster.output
+
+
+def test_one_id_names_a_request_in_the_lines_of_every_process(cluster: Serve) -> None:
+    body = {"model": "tiny", "prompt": "one id " * 30, "max_tokens": 4}
+    headers = {"X-Request-Id": "one-id-for-all"}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=HANG_S)
+    assert answer.headers["x-request-id"] == "one-id-for-all"
+    wanted = {"kvlane.access", "kvlane.router", "kvlane.decode", "kvlane.outbound"}
+
+    def said() -> list[dict[str, str]]:
+        whole = cluster.output.split("\n")[:-1]
+        lines = (json.loads(line) for line in whole if line[0] != "[")  # as Ray's C++ begins
+        ids = ("req_id", "xfer_id")
+        return [e for e in lines if any(e.get(i, "").startswith("one-id-for-all") for i in ids)]
+
+    wait_until(lambda: {line["logger"] for line in said()} == wanted)
+    assert {line["process"] for line in said()} == {"router-0", "prefill-0", "decode-0"}
+    assert {line["level"] for line in said()} == {"DEBUG"}
+    cluster.wait_idle()

@@ -17,11 +17,11 @@ from tests.support.pairwise import in_whole
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
 from worker.api import Sampling
-from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionShape
 from worker.attention.build import build_attentions
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
+from worker.config.backends import ATTENTION
 from worker.errors import Unsupported
 from worker.run.full import FullDecode
 

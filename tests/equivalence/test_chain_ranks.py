@@ -12,8 +12,8 @@ from tests.support.processes import on_ranks
 from tests.unit.test_chain_forms import CPU, write_case
 from worker.drafts.chain import ChainDrafter
 from worker.drafts.drafter_config import read_chain_shape
-from worker.model.layers import Placement
 from worker.model.load import load_model
+from worker.model.placement import Placement
 from worker.peers.base import Collective, SingleCollective
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -24,7 +24,7 @@ DIVIDED = ["specforge-prefixed", "specforge-3.1", "speculators-qwen3", "eagle", 
 def drafted(path: Path, collective: Collective) -> list[Tensor]:
     """g of six tokens, then of one behind them, what the head takes, and its logits."""
     placement = Placement(collective, torch.float32, CPU)
-    target = load_model(Path(), TARGET, placement, load_format="dummy")
+    target = load_model(Path(), TARGET, placement, noise=0)
     spec = read_chain_shape(path, TARGET)
     drafter = ChainDrafter(spec, target, 64)
     drafter.fill(path)

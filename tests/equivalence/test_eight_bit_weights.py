@@ -26,17 +26,18 @@ from tests.support.places import place
 from tests.support.processes import on_ranks
 from worker.config import ModelConfig, SpecConfig
 from worker.config.checkpoint.experts import ExpertShape, Held
+from worker.config.checkpoint.quantization import SCALE_BLOCK as BLOCK
 from worker.config.checkpoint.quantization import Quantization
 from worker.config.checkpoint.shape import read_model_shape
 from worker.errors import UserError
 from worker.model.decoder import Decoder
 from worker.ops.experts import product as experts
 from worker.ops.experts.route import new_load, route
-from worker.ops.scaled import BLOCK, E4M3
+from worker.ops.scaled import E4M3
 from worker.start.check import _divided_widths, check_directories
 from worker.weights import shard
 from worker.weights.base import Matrix, Parts
-from worker.weights.eight_bits import GRAIN, EightBitMatrix, EightBits, quantized
+from worker.weights.eight_bits import GRAIN, EightBitMatrix, EightBits, as_e4m3
 from worker.weights.shard import Part, all_of
 
 # Blocks that are a part, and columns that two ranks divide between blocks.
@@ -128,7 +129,7 @@ def test_experts_are_those_of_what_they_are_worth() -> None:
         rows, columns = map(all_of, sizes)
         parts = Parts({"": rows}, columns, held=held)
         made = EightBitMatrix(EightBits(Quantization("e4m3", BLOCK)), parts, empty)
-        values, scales = quantized(drawn, (4, sizes[0] // GRAIN, -(-sizes[1] // BLOCK)))
+        values, scales = as_e4m3(drawn, (4, sizes[0] // GRAIN, -(-sizes[1] // BLOCK)))
         made.values.copy_(values)
         made.scales.copy_(scales)
         stacks.append(made)
@@ -223,7 +224,7 @@ def test_traced_layers_are_those_of_eager() -> None:
 
 
 def both(path: Path, collective: Any = None) -> list[tuple[list[int], torch.Tensor]]:
-    options = {"eight": True, "load_format": "dummy", "seed": 3}
+    options = {"eight": True, "noise": 3}
     made = models.load(path, collective, eight=True), models.load(path, collective, **options)
     held, noise = (models.Engine(each).run(chunk=64) for each in made)
     return [*held, noise[0]]
@@ -318,16 +319,16 @@ def test_a_bundled_model_says_nearly_the_same(name: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("where", "old", "new"),
     [
-        ("ops.scaled:eight_bits_ref", "amax * (1 / LARGEST)", "inverse"),
+        ("ops.scaled:eight_bits_ref", "amax * (1 / E4M3_MAX)", "inverse"),
         ("ops.scaled:eight_bits_ref", "blocks.abs().amax(-1)", "blocks.amax(-1)"),
         ("ops.scaled:eight_bits_ref", ".amax(-1)", ".amax((0, 2)).expand(m, -1)"),
         ("ops.scaled:scaled_product_ref", "of_weights[:, block]", "of_weights[:, 0]"),
         ("ops.scaled:scaled_product_ref", "of_rows[:, block, None]", "of_rows[:, :1]"),
-        ("weights.eight_bits:Scaled.scales", "-(-tall // each)", "1"),
+        ("weights.scaled_files:Scaled.scales", "-(-tall // each)", "1"),
         ("weights.shard:coarse", "slice(start // grain", "slice(0"),
         ("weights.base:Matrix.shards", "coarse(part, grid.grain)", "part"),
         ("weights.eight_bits:EightBitMatrix.add_norm", "eps, total)\n", "eps)\n"),
-        ("weights.eight_bits:EightBits.part", "stored.values", "stored"),
+        ("weights.scaled_files:ScaledFormat.part", "stored.values", "stored"),
         ("weights.base:Matrix.shards", "tensor[number]", "tensor[0]"),
         ("ops.experts.product:expert_products_ref", "down, scales[1]", "down, scales[0]"),
     ],

@@ -48,7 +48,7 @@ def test_two_ranks_equal_one(case: str, division: Division, tmp_path: Path) -> N
     save_random(tmp_path, *EXPERTS[case])
 
     def run(group: Any = None) -> list[tuple[list[int], torch.Tensor]]:
-        noise = load(tmp_path, group, division, load_format="dummy", seed=3)
+        noise = load(tmp_path, group, division, noise=3)
         return [
             each
             for model in (load(tmp_path, group, division), noise)

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.dense_families import DENSE, RANKED, SHORT, VISION
 from tests.support.pairwise import halved
 from tests.support.processes import on_ranks
-from worker.attention.recurrent.delta_net import delta_states
-from worker.cache.layout import KVLayout, KVRegion, StateRegion
+from worker.cache.layout import ModelLayout
 from worker.cache.pool import KVPool
 from worker.config.checkpoint.delta_shape import block_table
 from worker.config.checkpoint.experts import Division
@@ -23,11 +22,10 @@ from worker.errors import Unsupported
 from worker.forward.batch import Batch, StateChunks, StateWindows
 from worker.forward.context import forward_context
 from worker.model.decoder import Decoder
-from worker.model.delta_net import rank_delta
-from worker.model.layers import Placement
+from worker.model.kinds import Cut, regions_of
 from worker.model.load import load_model
+from worker.model.placement import Placement
 from worker.peers.base import SingleCollective
-from worker.start.load import attentions_of
 from worker.weights.formats import format_of
 from worker.weights.plain import PLAIN
 
@@ -139,21 +137,17 @@ class Engine:
         dtype: str = "float32",
         kv_dtype: str = "",
     ) -> None:
-        self.model, spec, heads = model, model.shape, model.heads
-        sizes = spec.num_kv_layers, heads.num_kv_heads, spec.head_dim, 1, PAGE_SIZE
-        region = KVRegion("target", *sizes, kv_dtype or dtype)
-        num_pages, state = 1 + 2 * 12, None
-        if spec.delta is not None:
-            shape = rank_delta(spec.delta, model.collective.rank, model.collective.size)
-            state = StateRegion(sum(spec.is_delta), *shape, dtype)
-        self.pool = KVPool(KVLayout((region,), state), num_pages, device, num_slots=3)
+        self.model, spec = model, model.shape
+        num_pages, ranks = 1 + 2 * 12, (model.collective.size, model.collective.rank)
+        pages, state = regions_of(spec, Cut(PAGE_SIZE, 1, dtype, kv_dtype or dtype))
+        layout = ModelLayout((pages,), state).share(*ranks)
+        self.pool = KVPool(layout, num_pages, device, num_slots=3)
         self.columns = [torch.tensor([0, 2, 1]), *torch.zeros(2, 3, dtype=torch.int64)]
-        if state is not None:
-            model.keep(delta_states(self.pool.states, shape, 2, 1))
-            for states in self.pool.states:
-                states[0].fill_(float("nan"))
+        model.keep(self.pool, 2, 1)
+        for states in self.pool.states:
+            states[0].fill_(float("nan"))
         names = {"prefill": "reference", "decode": "reference"}
-        self.attention = attentions_of(model, names, self.pool, dtype).decode
+        self.attention = model.attentions(names, self.pool, dtype).decode
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0)) + 1
         self.pages = [order[:12].tolist(), order[12:].tolist()]
 
@@ -272,7 +266,7 @@ def test_a_checkpoint_of_many_files_loads_through_its_index(tmp_path: Path):
 
 def both(path: Path, collective: Any = None) -> list[tuple[list[int], torch.Tensor]]:
     """Of the saved weights for each prompt, and of noise for the first."""
-    made = load(path, collective), load(path, collective, load_format="dummy", seed=3)
+    made = load(path, collective), load(path, collective, noise=3)
     saved, noise = (Engine(each).run(chunk=64) for each in made)
     return [*saved, noise[0]]
 

@@ -145,7 +145,7 @@ def test_a_rank_that_stores_a_drafters_rows_late_spoils_none(monkeypatch) -> Non
     store = SelfAttention.store
 
     def late(attention: SelfAttention, hidden: Tensor, positions: Tensor) -> None:
-        if attention.output.columns.held.start:  # not the leader's
+        if attention.output.parts.columns.held.start:  # not the leader's
             time.sleep(0.05)
         store(attention, hidden, positions)
 

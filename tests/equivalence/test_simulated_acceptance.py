@@ -1,12 +1,10 @@
 """Simulated acceptance, from the client to the worker: the figures fit, and nothing hides it."""
 
 import logging
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,7 +17,6 @@ from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.config import SpecConfig
 from worker.draw.simulated import SimulatedAcceptance
-from worker.observe.step_log import StepLine
 
 ACCEPT_LEN, WIDTH, NUM_REQS, MAX_TOKENS = 2.5, 4, 6, 40
 
@@ -70,23 +67,6 @@ def test_steps_yield_as_many_tokens_as_asked_for(served: SimpleNamespace) -> Non
         kept += [step["num_accepted"] for step in trace[:-1]]
     assert set(kept) == {int(ACCEPT_LEN) - 1, int(ACCEPT_LEN)}
     assert sum(kept) / len(kept) + 1 == pytest.approx(ACCEPT_LEN, abs=0.2)
-
-
-def test_metrics_and_the_step_log_count_the_same(served: SimpleNamespace) -> None:
-    found, trace = served.metrics["decode"], list(chain.from_iterable(served.traces))
-    num_tokens = NUM_REQS * (MAX_TOKENS - 1)
-    assert found["steps_total"] == len(trace) < num_tokens
-    assert found["accepted_tokens_total"] == num_tokens - len(trace)
-    for place in range(1, WIDTH):
-        expected = sum(step["num_accepted"] >= place for step in trace)
-        assert found[f"accepted_at_position_total{place}"] == expected
-    assert found["width_sum"] == WIDTH * found["width_count"]
-    texts = served.step_log.read_bytes().splitlines()
-    lines = [msgspec.json.decode(text, type=StepLine) for text in texts]
-    assert all(line.width == (WIDTH if line.rows else 1) for line in lines)
-    assert sum(line.kept for line in lines) == num_tokens
-    # Steps of which all requests had ended when they settled are in the log only.
-    assert found["width_count"] == sum(line.kept > 0 for line in lines)
 
 
 def test_it_is_told_everywhere(served: SimpleNamespace) -> None:

@@ -23,8 +23,8 @@ from tests.support.pairwise import halved
 from tests.support.patience import HANG_S
 from tests.support.shallow import shallow
 from worker.requests.admission import Admission
-from worker.schedule.decode import DecodeScheduler
 from worker.schedule.prefill import PrefillScheduler
+from worker.schedule.queues import DecodeQueues
 from worker.transfer.fetch import Fetch
 
 KEYS = """
@@ -173,7 +173,7 @@ MUTANTS: dict[str, tuple[Any, str, str, str]] = {
     "decode is not told": (Queue, "_send", "salt=req.salt", "salt=''"),
     "decode does not listen": (Admission, "admit", "salt=message.salt", "salt=''"),
     "not on a second admission": (
-        DecodeScheduler, "admit", "salt=req.salt", "salt=req.salt if new else ''"
+        DecodeQueues, "admit", "salt=req.salt", "salt=req.salt if new else ''"
     ),
     "not at a second worker": (
         Queue, "_send", "salt=req.salt", "salt=req.salt if req.dispatch == 1 else ''"

@@ -124,30 +124,6 @@ def test_a_prompt_that_decode_computes_itself(cluster: Cluster) -> None:
     assert {span.instance for span in spans} == {"decode-0"}
 
 
-def test_a_prefill_that_was_refused_shows_twice(cluster: Cluster) -> None:
-    """The last one: a worker that drains does so for good."""
-    made, _, collector = cluster
-    made.workers["prefill-0"].drain()
-    ids = [new_trace() for _ in made.client.prefills]  # each begins with another of them
-    reqs = [
-        made.client.submit(problem_ids(3)[2], GREEDY, trace=traceparent(each) + "vendor=kept")
-        for each in ids
-    ]
-    made.client.wait(reqs)
-    first, second = made.client.prefills
-    found = [collector.wait(each, complete("decode")) for each in ids]
-    (spans,) = [spans for spans in found if len(named(spans, "prefill")) == 2]
-    failed, other = named(spans, "prefill")
-    assert failed.is_error
-    assert failed.attributes["error.type"] == "busy"
-    assert failed.attributes["kvlane.worker"] == first
-    assert not children(spans, failed)
-    assert not other.is_error
-    assert other.attributes["kvlane.worker"] == second
-    assert other.attributes["kvlane.attempt"] == 2
-    assert other.attributes["kvlane.cause"] == "busy"
-
-
 def test_who_is_not_sampled_is_not_traced(cluster: Cluster) -> None:
     """Not by its caller nor, with a ratio of 0, without one. A later trace shows that none came."""
     _, url, collector = cluster

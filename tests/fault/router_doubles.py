@@ -147,6 +147,18 @@ class DecodeDouble:
             while not kept.empty():
                 kept.get()
 
+    def says(
+        self, text: Text, answer: str, finish: FinishReason = FinishReason.STOP, **how: Any
+    ) -> None:
+        """Answer with these words from now on, and keep what is asked; how: of `speak`."""
+        self.reset()
+        tokens = text.encode(answer, add_special_tokens=False)
+        self.script = speak(tokens, kept=True, finish=finish, **{"cached": 4} | how)
+
+    def prompt(self, text: Text) -> str:
+        """Of the next request."""
+        return text.decode(self.take()[1].tokens, skip_special_tokens=False)
+
     def take(self) -> tuple[str, Generate]:
         """The next request: who sent it, and what."""
         return self.taken.get(timeout=HANG_S)

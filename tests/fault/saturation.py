@@ -1,33 +1,25 @@
 """Hold a cluster saturated and ask for its liveness all the while; then stop one of its engines.
 
-    python -m tests.fault.saturation --seconds 300      prints figures, exits 1 if they are bad
-
 A saturated engine has to stay live. One that was stopped (SIGSTOP) has to be not live within
-seconds, and is replaced. Needs root: it runs in namespaces of its own.
+seconds, and is replaced.
 """
 
-import argparse
 import asyncio
 import os
 import signal
-import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import httpx
 
-from tests.e2e.harness import Serve, enter_namespace_of
+from tests.e2e.harness import Serve
 from tests.support.patience import HANG_S
 
 NUM_CLIENTS = 72  # more than a decode worker on a CPU has rows
 PROMPT = list(range(5, 37))
 MAX_TOKENS = 24
 PROBE_S = 0.25
-STALL_S = 5  # of the cluster that is started here, so that minutes hold many of them
 WAITING = "kvlane_requests_waiting{"
 
 
@@ -104,29 +96,3 @@ def stop_engine(serve: Serve, name: str) -> tuple[float, float]:
         assert time.monotonic() < began_at + 2 * HANG_S, "it is not called live"
         time.sleep(0.1)
     return not_live_s, replaced_s
-
-
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=300.0)
-    args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="kvl-sat-", dir="/tmp") as root:
-        serve = Serve(Path(root)).start("--set", f"ping.stall_s={STALL_S}")
-        try:
-            serve.wait_ready()
-            record = asyncio.run(saturate(serve.url, args.seconds))
-            restarts = {name: row["restarts"] for name, row in serve.status().items()}
-            print(f"{args.seconds:g} s saturated: {record}, restarts {restarts}")
-            bad = bool(record.not_live or record.bad_answers or any(restarts.values()))
-            for name in ("decode-0", "prefill-0"):
-                not_live_s, replaced_s = stop_engine(serve, name)
-                print(f"{name} stopped: not live after {not_live_s:.1f} s, "
-                      f"replaced after {replaced_s:.1f} s")  # fmt: skip
-        finally:
-            serve.end()
-    return int(bad)
-
-
-if __name__ == "__main__":
-    enter_namespace_of("tests.fault.saturation")
-    sys.exit(main(sys.argv[1:]))

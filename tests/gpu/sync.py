@@ -1,11 +1,13 @@
 """Steps under torch's own detector of host syncs."""
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from tests.support.engines import Running, running
 
 
 @contextmanager
@@ -31,3 +33,11 @@ def fail_on_sync(runner: Any) -> None:
             raise
 
     runner.run = strict
+
+
+def check_no_wait(sections: dict[str, dict[str, object]], ask: Callable[[Running], object]) -> None:
+    """A decode worker that has been asked before waits for the device in no step."""
+    with running(sections, num_prefill=0) as cluster:
+        ask(cluster)  # warm: allocator, kernels
+        fail_on_sync(cluster.workers["decode-0"].engine.runner)
+        ask(cluster)

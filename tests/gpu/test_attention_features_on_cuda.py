@@ -3,19 +3,14 @@
 The reference backend in float32 is the oracle; see test_attention_on_cuda.py.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.gpu import test_attention_on_cuda as plain
 from worker.attention import triton as triton_backend
-from worker.attention.backends import ATTENTION
-from worker.attention.base import AttentionShape
 from worker.config.checkpoint.mask import KeyMask
-from worker.registry import resolve
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -25,44 +20,10 @@ ASKED: dict[str, dict[str, Any]] = {
     "long window": {"mask": KeyMask(window=1000)},
     "cap": {"cap": 20.0, "scale": 0.5},
     "sinks": {"sinks": True},
-    "all": {"mask": KeyMask(window=300), "cap": 20.0, "scale": 0.5, "sinks": True},
+    "all": plain.ALL,
 }
 DTYPES = {64: "float16", 96: "bfloat16", 128: "bfloat16", 256: "bfloat16"}
 SHAPES = {"decode": plain.RAGGED, "windows": plain.WIDTHS, "chunks": plain.CHUNKS}
-
-
-def shape_of(case: plain.Case, options: dict[str, Any]) -> AttentionShape:
-    region = case.pool.region()
-    options = {"scale": region.head_dim**-0.5, **options}
-    return AttentionShape(case.q.shape[1], region.num_kv_heads, region.head_dim, **options)
-
-
-def sinks_of(case: plain.Case, options: dict[str, Any]) -> list[Tensor]:
-    torch.manual_seed(7)
-    wanted = range(plain.NUM_LAYERS if options.get("sinks") else 0)
-    return [3 * torch.randn(case.q.shape[1], device="cuda") for _ in wanted]
-
-
-def backend(name: str, case: plain.Case, options: dict[str, Any]) -> Any:
-    cls: Any = resolve("attention backend", name, ATTENTION)
-    return cls(case.pool, shape_of(case, options), sinks_of(case, options))
-
-
-def check(case: plain.Case, options: dict[str, Any], name: str = "triton") -> None:
-    out = plain.attend(backend(name, case, options), case)
-    region = case.pool.region()
-    exact = plain.pool_of(
-        region.num_kv_heads, region.head_dim, region.page_size, region.num_groups, "float32",
-        case.pool.num_pages,
-    )  # fmt: skip
-    layers = zip(exact.layer(plain.LAYER), case.pool.layer(plain.LAYER), strict=True)
-    for cache, source in layers:
-        cache.copy_(source)
-    in_f32 = plain.Case(exact, case.batch, case.q.float(), case.k.float(), case.v.float())
-    expected = plain.attend(backend("reference", in_f32, options), in_f32)
-    error = ((out.float() - expected).abs() / (1 + expected.abs())).max().item()
-    assert error < plain.BOUNDS[region.dtype], error
-    assert not out[int(case.batch.query_start[-1]) :].any()
 
 
 @pytest.mark.product(
@@ -74,12 +35,12 @@ def check(case: plain.Case, options: dict[str, Any], name: str = "triton") -> No
 )
 def test_the_paged_kernel_matches_the_reference(asked, head_dim, shapes, heads, page) -> None:
     case = plain.make(SHAPES[shapes], heads, head_dim, page, 4, DTYPES[head_dim])
-    check(case, ASKED[asked])
+    plain.check(case, **ASKED[asked])
 
 
 @pytest.mark.parametrize("head_dim", [96, 128])
 def test_float32_is_float32(head_dim: int) -> None:
-    check(plain.make(plain.WIDTHS, head_dim=head_dim, dtype="float32"), ASKED["all"])
+    plain.check(plain.make(plain.WIDTHS, head_dim=head_dim, dtype="float32"), **plain.ALL)
 
 
 @pytest.mark.product(
@@ -90,7 +51,8 @@ def test_the_kernel_of_long_chunks_matches_the_reference(
 ) -> None:
     monkeypatch.setattr(triton_backend, "paged_attention", plain.only_prompts)
     shapes, dtype = plain.LONG[number], DTYPES[head_dim]
-    check(plain.make(shapes, (8, 2), head_dim, page, 4, dtype, padded_rows=40), ASKED[asked])
+    case = plain.make(shapes, (8, 2), head_dim, page, 4, dtype, padded_rows=40)
+    plain.check(case, **ASKED[asked])
 
 
 @plain.needs_flashinfer
@@ -98,14 +60,14 @@ def test_the_kernel_of_long_chunks_matches_the_reference(
 @pytest.mark.parametrize("asked", ["window", "long window", "cap"])
 def test_flashinfer_matches_the_reference(asked: str, shapes: str) -> None:
     case = plain.make(SHAPES[shapes], (32, 8), 128, 64, 4, "bfloat16")
-    check(case, ASKED[asked], "flashinfer")
+    plain.check(case, "flashinfer", **ASKED[asked])
 
 
 @pytest.mark.parametrize("width", [1, 4])
 def test_pages_before_the_window_are_not_read(width: int) -> None:
     """Not even their ids, which another request may have by then."""
     case = plain.make([(5000, width), (900, width), (30000, width)], (32, 8), page=64)
-    attention = backend("triton", case, {"mask": KeyMask(window=1000)})
+    attention = plain.backend("triton", case, mask=KeyMask(window=1000))
     before = plain.attend(attention, case)
     for row, prefix in ((0, 5000), (2, 30000)):
         first = (prefix - 1000 + 1) // 64
@@ -113,18 +75,3 @@ def test_pages_before_the_window_are_not_read(width: int) -> None:
             cache[case.batch.page_table[row, :first].long()] = float("nan")
         case.batch.page_table[row, :first] = 1 << 30
     assert torch.equal(plain.attend(attention, case), before)
-
-
-def test_a_graph_serves_lengths_that_it_was_not_captured_with() -> None:
-    shapes = [(1 + 377 * i % 9000, 1) for i in range(32)]
-    case = plain.make(shapes, (32, 8), page=64, padded_rows=0, padded_reqs=0)
-    attention = backend("triton", case, ASKED["all"])
-    live = case.batch
-    buffer = replace(live, seq_lens=torch.ones_like(live.seq_lens), max_seq_len_ub=40960)
-    plain.attend(attention, case, buffer)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = plain.attend(attention, case, buffer)
-    buffer.seq_lens.copy_(live.seq_lens)
-    graph.replay()
-    assert torch.equal(out, plain.attend(attention, case, replace(live, max_seq_len_ub=40960)))

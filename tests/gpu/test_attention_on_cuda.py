@@ -20,13 +20,13 @@ from tests.support.engines import running
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
 from worker.attention import triton as triton_backend
-from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionShape
 from worker.attention.paged_tiles import SHORT_KEYS
 from worker.attention.qk_rope_store import store_kv_ref
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
-from worker.config.checkpoint.mask import CAUSAL, KeyMask
+from worker.config.backends import ATTENTION
+from worker.config.checkpoint.mask import KeyMask
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import forward_context
 from worker.registry import resolve
@@ -41,6 +41,7 @@ if os.environ.get("KVLANE_TEST_FULL"):
 needs_flashinfer = pytest.mark.skipif(
     find_spec("flashinfer") is None, reason="needs flashinfer: pip install flashinfer-python"
 )
+ALL: dict[str, Any] = {"mask": KeyMask(window=300), "cap": 20.0, "scale": 0.5, "sinks": True}
 BACKENDS = ["triton", pytest.param("flashinfer", marks=needs_flashinfer)]
 BOUNDS = {"bfloat16": 0.01, "float16": 0.0015, "float32": 2e-5}  # of |error| / (1 + |value|)
 
@@ -118,11 +119,15 @@ def make(
     return Case(pool, batch, q, k, v)
 
 
-def backend(name: str, pool: KVPool, num_heads: int, mask: KeyMask = CAUSAL) -> Any:
-    region = pool.region()
-    size = region.head_dim
-    shape = AttentionShape(num_heads, region.num_kv_heads, size, size**-0.5, mask)
-    return resolve("attention backend", name, ATTENTION)(pool, shape)
+def backend(name: str, case: Case, **options: Any) -> Any:
+    """With these fields of an AttentionShape; its sinks are random."""
+    region, num_heads = case.pool.region(), case.q.shape[1]
+    options = {"scale": region.head_dim**-0.5, **options}
+    shape = AttentionShape(num_heads, region.num_kv_heads, region.head_dim, **options)
+    torch.manual_seed(7)
+    layers = range(NUM_LAYERS if shape.sinks else 0)
+    sinks = [3 * torch.randn(num_heads, device="cuda") for _ in layers]
+    return resolve("attention backend", name, ATTENTION)(case.pool, shape, sinks)
 
 
 def attend(attention: Any, case: Case, batch: Batch | None = None) -> Tensor:
@@ -132,7 +137,7 @@ def attend(attention: Any, case: Case, batch: Batch | None = None) -> Tensor:
         return attention.forward(case.q, LAYER)
 
 
-def oracle(case: Case, mask: KeyMask = CAUSAL) -> Tensor:
+def oracle(case: Case, **options: Any) -> Tensor:
     """The reference backend's result from a float32 copy of the pool."""
     region = case.pool.region()
     exact = pool_of(
@@ -143,12 +148,11 @@ def oracle(case: Case, mask: KeyMask = CAUSAL) -> Tensor:
     for cache, source in pairs:
         cache.copy_(source)
     in_f32 = Case(exact, case.batch, case.q.float(), case.k.float(), case.v.float())
-    return attend(backend("reference", exact, case.q.shape[1], mask), in_f32)
+    return attend(backend("reference", in_f32, **options), in_f32)
 
 
-def check(case: Case, name: str = "triton", mask: KeyMask = CAUSAL) -> None:
-    out = attend(backend(name, case.pool, case.q.shape[1], mask), case)
-    expected = oracle(case, mask)
+def check(case: Case, name: str = "triton", **options: Any) -> None:
+    out, expected = attend(backend(name, case, **options), case), oracle(case, **options)
     error = ((out.float() - expected).abs() / (1 + expected.abs())).max().item()
     assert error < BOUNDS[case.pool.region().dtype], error
     assert not out[int(case.batch.query_start[-1]) :].any()
@@ -205,7 +209,7 @@ def test_where_a_long_chunk_is_cut_changes_no_bit(cuts, monkeypatch):
     """Nor does a request beside it."""
     monkeypatch.setattr(triton_backend, "paged_attention", only_prompts)
     case = make([(0, 3200), (100, 1100)], heads=(32, 8), page=64, padded_reqs=0, padded_rows=0)
-    attention = backend("triton", case.pool, 32)
+    attention = backend("triton", case)
     whole = attend(attention, case)
     for first, end in pairwise((0, *cuts, 3200)):
         width = end - first
@@ -238,7 +242,7 @@ def test_a_batch_of_many_rows_and_a_very_long_one():
 @pytest.mark.parametrize("shapes", [RAGGED, WIDTHS, CHUNKS])
 def test_the_same_bits_every_time(shapes, name):
     case = make(shapes, heads=(32, 8))
-    attention = backend(name, case.pool, 32)
+    attention = backend(name, case)
     first = attend(attention, case)
     assert all(torch.equal(attend(attention, case), first) for _ in range(20))
 
@@ -251,7 +255,7 @@ def test_a_row_s_bits_do_not_depend_on_the_other_rows(shapes):
     """
     case = make(shapes, heads=(32, 8))
     bound = 30000 if case.batch.max_query_len < 16 else SHORT_KEYS
-    attention = backend("triton", case.pool, 32)
+    attention = backend("triton", case)
     whole = attend(attention, case)
     for i in range(len(shapes)):
         seq_lens = torch.zeros_like(case.batch.seq_lens)
@@ -265,12 +269,13 @@ def test_a_row_s_bits_do_not_depend_on_the_other_rows(shapes):
         assert not out.any(), "requests without KV"
 
 
+@pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "all"])
 @pytest.mark.parametrize("num_reqs", [1, 3, 40, 256])
-def test_a_graph_serves_lengths_that_it_was_not_captured_with(num_reqs):
+def test_a_graph_serves_lengths_that_it_was_not_captured_with(num_reqs, options):
     """Captured at short lengths under a high bound; replayed with others, and with rows gone."""
     shapes = [(1 + 37 * i % 900 + 5000 * (i == 1), 1) for i in range(num_reqs)]
     case = make(shapes, heads=(32, 8), page=64, padded_rows=0, padded_reqs=0)
-    attention = backend("triton", case.pool, 32)
+    attention = backend("triton", case, **options)
     live = case.batch
     buffer = replace(live, seq_lens=torch.ones_like(live.seq_lens), max_seq_len_ub=40960)
     attend(attention, case, buffer)  # compiles
@@ -291,7 +296,7 @@ def test_a_graph_serves_lengths_that_it_was_not_captured_with(num_reqs):
 def test_a_row_that_ended_unseen_changes_no_other(name):
     """The device has the sink in its place; the host still counts on."""
     case = make(RAGGED, heads=(32, 8), padded_rows=0, padded_reqs=0)
-    attention, live = backend("flashinfer", case.pool, 32), case.batch
+    attention, live = backend("flashinfer", case), case.batch
     whole = attend(attention, case)
     sunk = [each.clone() for each in (live.seq_lens, live.slot_mapping, live.page_table)]
     for each, value in zip(sunk, (1, 0, 0), strict=True):
@@ -308,7 +313,7 @@ def test_a_row_that_ended_unseen_changes_no_other(name):
 def test_two_steps_are_planned_while_the_device_is_busy(shapes):
     """The second plan does not wait for the device, nor overwrite what the first still needs."""
     case = make(shapes, heads=(32, 8))
-    attention, long = backend("flashinfer", case.pool, 32), case.batch
+    attention, long = backend("flashinfer", case), case.batch
     widths = [width for _, width in shapes] + [0]
     short = replace(
         long, seq_lens=torch.tensor(widths, dtype=torch.int32).cuda(),

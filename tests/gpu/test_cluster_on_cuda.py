@@ -6,6 +6,7 @@ In float32, with the bundled model; every prompt is computed by the prefill work
 import asyncio
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -38,6 +39,7 @@ SHARED = (
 )  # fmt: skip
 
 ROADS = {"tcp": "sockets/tcp", "nvlink": "mooncake/nvlink"}  # by transport.kind
+pytestmark = pytest.mark.timeout(900)
 Answers = list[tuple[str, str | None]]
 
 
@@ -67,14 +69,7 @@ def moe_answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
     yield from on_the_cpu(tmp_path_factory.mktemp("moe"), *MOE)
 
 
-def check(
-    serve: Serve,
-    wanted: Answers,
-    transport: str,
-    *,
-    replays: bool = True,
-    page_bytes: int = PAGE_BYTES,
-) -> None:
+def check(serve: Serve, wanted: Answers, transport: str, *, replays: bool, page_bytes: int) -> None:
     """The same answers, all KV pulled over `transport`, nothing held and nothing left after it."""
     assert ask(serve) == wanted
     after = scrape(serve.url)
@@ -127,27 +122,57 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     cluster.end()
 
 
-@pytest.mark.gpu(1)
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["tcp", "nvlink"])
-def test_two_workers_on_one_gpu(kind: str, cpu_answers: Answers, serve: Serve, monkeypatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # of `serve`, however many there are
-    arguments = (*COMMON, *SHARED, "--set", f"transport.kind={kind}")
-    serve.start(*arguments).wait_ready(READY_TIMEOUT_S)
-    check(serve, cpu_answers, ROADS[kind])
+@dataclass(frozen=True)
+class Case:
+    """A cluster on GPUs; by default one of the dense model, whose decode steps are replayed."""
+
+    num_gpus: int
+    arguments: tuple[str, ...]
+    transport: str
+    replays: bool = True
+    experts: bool = False
+
+
+def of_kind(kind: str) -> tuple[str, str]:
+    return "--set", f"transport.kind={kind}"
+
+
+def with_experts(experts: str) -> tuple[str, ...]:
+    return *ranks("decode", "prefill"), "--set", f"decode.engine.experts={experts}"
+
+
+# On one GPU in shares; on two what `serve` does by itself, or a worker of two ranks with a GPU
+# each, whose steps have to be equal, beside one on the CPU.
+CASES = {
+    "one GPU, sockets": Case(1, (*SHARED, *of_kind("tcp")), "sockets/tcp"),
+    "one GPU, nvlink": Case(1, (*SHARED, *of_kind("nvlink")), "mooncake/nvlink"),
+    "experts": Case(1, (*SHARED, *of_kind("nvlink")), "mooncake/nvlink", experts=True),
+    "two GPUs, sockets": Case(2, of_kind("tcp"), "sockets/tcp"),
+    "two GPUs, nvlink": Case(2, of_kind("nvlink"), "mooncake/nvlink"),
+    "ranks of decode": Case(2, ranks("decode", "prefill"), "sockets/tcp"),
+    "ranks of prefill": Case(2, ranks("prefill", "decode"), "sockets/tcp", replays=False),
+    "divided experts": Case(2, with_experts("tensor"), "sockets/tcp", experts=True),
+    "experts by rank": Case(2, with_experts("expert"), "sockets/tcp", experts=True),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name, marks=pytest.mark.gpu(case.num_gpus))
+             for name, case in CASES.items()],
+)  # fmt: skip
+def test_a_cluster_answers_as_one_on_the_cpu(
+    case: Case, serve: Serve, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = request.getfixturevalue("moe_answers" if case.experts else "cpu_answers")
+    if case.num_gpus == 1:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # of `serve`, however many there are
+    model = MOE if case.experts else ()
+    serve.start(*COMMON, *model, *case.arguments).wait_ready(READY_TIMEOUT_S)
+    page_bytes = MOE_PAGE_BYTES if case.experts else PAGE_BYTES
+    check(serve, wanted, case.transport, replays=case.replays, page_bytes=page_bytes)
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.timeout(900)
-def test_experts_on_one_gpu(moe_answers: Answers, serve: Serve, monkeypatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    serve.start(*COMMON, *MOE, *SHARED, "--set", "transport.kind=nvlink")
-    serve.wait_ready(READY_TIMEOUT_S)
-    check(serve, moe_answers, "mooncake/nvlink", page_bytes=MOE_PAGE_BYTES)
-
-
-@pytest.mark.gpu(1)
-@pytest.mark.timeout(900)
 def test_shares_that_do_not_fit_are_one_clear_error(serve: Serve, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     too_much = ("--set", "decode.engine.memory_fraction=0.9")
@@ -157,30 +182,3 @@ def test_shares_that_do_not_fit_are_one_clear_error(serve: Serve, monkeypatch) -
     assert len(errors) == 1
     assert "engine.memory_fraction: no room for this worker's share" in errors[0]
     assert "GiB is" in errors[0]
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("several", "other"), [("decode", "prefill"), ("prefill", "decode")])
-def test_a_worker_on_two_gpus(several: str, other: str, cpu_answers: Answers, serve: Serve) -> None:
-    """Two ranks with a GPU each, whose steps have to be equal, beside a worker on the CPU."""
-    serve.start(*COMMON, *ranks(several, other)).wait_ready(READY_TIMEOUT_S)
-    check(serve, cpu_answers, "sockets/tcp", replays=several == "decode")
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("experts", ["tensor", "expert"])
-def test_experts_on_two_gpus(experts: str, moe_answers: Answers, serve: Serve) -> None:
-    divided = ("--set", f"decode.engine.experts={experts}")
-    serve.start(*COMMON, *MOE, *ranks("decode", "prefill"), *divided).wait_ready(READY_TIMEOUT_S)
-    check(serve, moe_answers, "sockets/tcp", page_bytes=MOE_PAGE_BYTES)
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["tcp", "nvlink"])
-def test_two_workers_on_two_gpus(kind: str, cpu_answers: Answers, serve: Serve) -> None:
-    """What `serve` does by itself where there are GPUs: one each."""
-    serve.start(*COMMON, "--set", f"transport.kind={kind}").wait_ready(READY_TIMEOUT_S)
-    check(serve, cpu_answers, ROADS[kind])

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.gpu.sync import fail_on_sync
+from tests.gpu.sync import check_no_wait
 from tests.support.chain_reference import ChainReference
 from tests.support.dflash_reference import DFlashReference
 from tests.support.drafter_audit import audit, trace_is_right
-from tests.support.engines import running
+from tests.support.laws import ended
 from tests.support.lockstep import Ask, Lockstep, Window
 from tests.support.prompts import TINY, problem_ids
 from worker.api import Sampling
@@ -91,7 +91,6 @@ def test_traces_and_pages_are_the_reference_s(drafter: str, graph: str, num_pref
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_step_that_drafts_never_waits_for_the_device(drafter: str) -> None:
-
     config: dict[str, Any] = {
         "kv": {"page_size": 16},
         "engine": {"device": "cuda", "num_pages": 400, "max_num_reqs": NUM},
@@ -99,8 +98,4 @@ def test_a_step_that_drafts_never_waits_for_the_device(drafter: str) -> None:
         "disaggregation": {"mode": "never"},
     }
     prompts, sampling = problem_ids(NUM), Sampling(40, temperature=0.7, seed=3)
-    with running(config, num_prefill=0) as cluster:
-        cluster.client.generate(prompts, sampling)  # warm: allocator, kernels
-        fail_on_sync(cluster.workers["decode-0"].engine.runner)
-        answers = cluster.client.generate(prompts, sampling)
-    assert all(answer.error is None for answer in answers)
+    check_no_wait(config, lambda cluster: ended(cluster.client.generate(prompts, sampling)))

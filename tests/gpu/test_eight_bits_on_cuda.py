@@ -15,23 +15,20 @@ from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.config.checkpoint.mask import CAUSAL, KeyMask
+from worker.config.checkpoint.quantization import SCALE_BLOCK as BLOCK
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import forward_context
 from worker.ops.experts.product import expert_products, expert_products_ref
 from worker.ops.experts.route import new_load, route
-from worker.ops.norms import add_rms_norm, swiglu
 from worker.ops.rope import rope_table
 from worker.ops.scaled import (
-    BLOCK,
-    add_rms_norm_eight,
     eight_bits,
     eight_bits_ref,
     scaled_gated_product,
     scaled_gated_product_ref,
     scaled_product,
 )
-from worker.ops.scaled_library import agrees
-from worker.weights import eight_bits as weights
+from worker.weights.eight_bits import as_e4m3
 
 pytestmark = pytest.mark.gpu(1)
 EIGHT, PAGE, HEADS, KV_HEADS = "float8_e4m3fn", 64, 32, 8
@@ -116,7 +113,7 @@ SHAPES = [(6144, 4096, 16), (4096, 12288, 16), (24576, 4096, 1), (304, 1000, 16)
 
 def eight_of(n: int, k: int, grain: int) -> tuple[torch.Tensor, torch.Tensor]:
     drawn = torch.randn(n, k, device="cuda") * k**-0.5
-    return weights.quantized(drawn, (n // grain, -(-k // BLOCK) if grain > 1 else 1))
+    return as_e4m3(drawn, (n // grain, -(-k // BLOCK) if grain > 1 else 1))
 
 
 def rows_of(m: int, k: int) -> torch.Tensor:
@@ -132,23 +129,6 @@ def test_activations_are_rounded_as_by_the_definition(m: int) -> None:
         (values, scales), (wanted, of_wanted) = eight_bits(x), eight_bits_ref(x)
         assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
         assert torch.equal(scales, of_wanted)
-
-
-@pytest.mark.parametrize("m", [1, 17, 300, 2048])
-def test_what_norms_and_gates_leave_is_rounded_as_if_alone(m: int) -> None:
-    from worker.ops.scaled_triton import swiglu_eight_triton
-
-    torch.manual_seed(2)
-    for k in (128, 1000, 4096, 12288):
-        x, residual, weight = rows_of(m, k), rows_of(m, k), rows_of(1, k)[0]
-        *found, total = add_rms_norm_eight(x, residual, weight, 1e-6)
-        normed, wanted = add_rms_norm(x, residual, weight, 1e-6)
-        assert torch.equal(total, wanted)
-        gate_up = rows_of(m, 2 * k)
-        for got, alone in ((found, normed), (swiglu_eight_triton(gate_up), swiglu(gate_up))):
-            values, scales = eight_bits(alone)
-            assert torch.equal(got[0].view(torch.uint8), values.view(torch.uint8))
-            assert torch.equal(got[1], scales)
 
 
 def assert_products_are_the_definition_s(x: torch.Tensor, *rest: Any) -> None:
@@ -173,14 +153,6 @@ def test_products_are_the_definition_s(m: int, n: int, k: int, grain: int) -> No
     assert_products_are_the_definition_s(rows_of(m, k), *eight_of(n, k, grain))
 
 
-@pytest.mark.parametrize("m", [65, 300, 2049])
-def test_torch_multiplies_whole_blocks(m: int) -> None:
-    torch.manual_seed(3)
-    x, (w, scales) = rows_of(m, 4096), eight_of(1536, 4096, BLOCK)
-    assert agrees(x.device)
-    assert_products_are_the_definition_s(x, w, scales.repeat_interleave(BLOCK // 16, 0), True)
-
-
 @pytest.mark.parametrize(("n", "k", "grain"), SHAPES)
 def test_a_row_of_a_product_is_the_same_in_any_batch(n: int, k: int, grain: int) -> None:
     torch.manual_seed(4)
@@ -203,7 +175,7 @@ def test_experts_are_the_definition_s_and_rows_the_same_in_any_batch(count: int)
     shape, held, size = ExpertShape(64, 8, 256, renormalizes=True), Held(0, 64), 512
     x, gate = torch.randn(count, size, device="cuda").bfloat16(), rows_of(64, size)
     stacks = [
-        weights.quantized(torch.randn(64, n, k, device="cuda") * k**-0.5, (64, n // 16, k // 128))
+        as_e4m3(torch.randn(64, n, k, device="cuda") * k**-0.5, (64, n // 16, k // 128))
         for n, k in ((512, size), (size, 256))
     ]
     (up, of_up), (down, of_down) = stacks

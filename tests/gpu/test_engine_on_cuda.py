@@ -1,16 +1,21 @@
 """The engine laws on one GPU, in float32, against the CPU's ids."""
 
+import random
+
 import pytest
 
 from tests.equivalence.test_structured import accepted, answers_of, check
-from tests.gpu.sync import fail_on_sync
-from tests.support.engines import running
-from tests.support.prompts import problem_ids
+from tests.gpu.sync import check_no_wait
+from tests.support.engines import Answer, running, value
+from tests.support.prompts import VOCAB, problem_ids
 from tests.support.reference import sampling_of
+from worker.api import Sampling
+from worker.plan import LONG_STEP_TOKENS
 
 pytestmark = pytest.mark.gpu(1)
 NUM = 32
 MAX_TOKENS = 100
+SCORING = Sampling(4, temperature=0.0, prompt_logprobs=3)
 
 
 def sections(device: str, mode: str, **kv: object) -> dict[str, dict[str, object]]:
@@ -35,12 +40,22 @@ def ask(cluster) -> list[list[int]]:
     return [each.tokens for each in cluster.answers(problem_ids(NUM), sampling)]
 
 
-@pytest.mark.parametrize("mode", ["always", "never"])
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_cuda_equals_cpu_in_float32(mode: str, page_size: int, cpu_ids: list) -> None:
-    with running(sections("cuda", mode, page_size=page_size)) as cluster:
-        assert ask(cluster) == cpu_ids
-        assert ask(cluster) == cpu_ids  # the prefix trees hold the prompts now
+@pytest.mark.product(
+    mode=("always", "never"), page_size=(16, 64), num_groups=(1, 2),
+    graph=("eager", "auto"), first_token=("prefill", "decode"),
+)  # fmt: skip
+def test_cuda_equals_cpu_in_float32(
+    mode: str, page_size: int, num_groups: int, graph: str, first_token: str, cpu_ids: list
+) -> None:
+    """Also where a prefill worker draws; with layer groups its token follows the last KV."""
+    config = sections("cuda", mode, page_size=page_size, num_groups=num_groups)
+    config["engine"]["graph"], config["disaggregation"]["first_token"] = graph, first_token
+    with running(config, num_prefill=int(mode == "always")) as cluster:
+        for _ in range(2):  # the prefix trees hold the prompts then
+            assert ask(cluster) == cpu_ids
+        if mode == "always":
+            drawn = value(cluster.workers["prefill-0"].engine.metrics.generated_tokens)
+            assert (drawn >= NUM) == (first_token == "prefill")
 
 
 def test_bfloat16_serves_as_stored(cpu_ids: list) -> None:
@@ -62,14 +77,29 @@ def test_masked_steps_on_cuda_equal_the_cpu() -> None:
     assert [each.tokens for each in answers] == [each.tokens for each in wanted]
 
 
+def scored(device: str, prompts: list[tuple[int, ...]]) -> list[Answer]:
+    with running(sections(device, "never"), num_prefill=0) as cluster:
+        together = cluster.answers(prompts, [SCORING] * len(prompts))
+        return together + [cluster.answers([prompt], [SCORING])[0] for prompt in prompts]
+
+
+def test_logprobs_of_prompts_are_those_of_the_cpu() -> None:
+    """From graphs, and from a step too long for one."""
+    rng = random.Random(3)
+    long = tuple(rng.randrange(3, VOCAB) for _ in range(LONG_STEP_TOKENS + 300))
+    prompts = [*problem_ids(8), long]
+    for found, wanted in zip(scored("cuda", prompts), scored("cpu", prompts), strict=True):
+        assert found.tokens == wanted.tokens
+        for each, other in zip(found.prompt_logprobs, wanted.prompt_logprobs, strict=True):
+            assert each.logprob == pytest.approx(other.logprob, abs=1e-3)
+            values = [value for _, value in other.top]
+            assert [value for _, value in each.top] == pytest.approx(values, abs=1e-3)
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("widths", [[1], [4], [1, 2, 4, 8]])
 def test_a_step_never_waits_for_the_device(widths: list[int]) -> None:
     """Everything that launch enqueues, under torch's own detector of host syncs."""
-
     config = sections("cuda", "never")
     config["spec"] = {"widths": widths, "simulate_accept_len": 2.5}
-    with running(config, num_prefill=0) as cluster:
-        ask(cluster)  # warm: allocator, kernels
-        fail_on_sync(cluster.workers["decode-0"].engine.runner)
-        ask(cluster)
+    check_no_wait(config, ask)

@@ -1,15 +1,11 @@
-"""First tokens drawn by a prefill worker on CUDA: the CPU's, without a wait, graphs intact."""
+"""First tokens drawn by a prefill worker on CUDA leave graphs of chunks intact."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.gpu.test_engine_on_cuda import MAX_TOKENS, NUM, sections
 from tests.support.chunks import build
-from tests.support.engines import running, value
-from tests.support.prompts import problem_ids
-from tests.support.reference import sampling_of
 from worker.api import Sampling
 from worker.plan import Chunk, Plan, RowPages, RowStart, tail_of
 
@@ -23,37 +19,6 @@ SAMPLINGS = [
     Sampling(9, temperature=1.2, top_p=0.9, top_k=40, min_p=0.01, seed=(1 << 60) + 5),
     Sampling(9, temperature=0.0, stop_ids=tuple(range(40, 50)), min_tokens=3),
 ]
-
-
-def answers(device: str, mode: str, **changes: Any) -> tuple[list[list[int]], float]:
-    """The texts, cold and cached, and how many tokens prefill workers drew."""
-    config = sections(device, mode, num_groups=changes.pop("num_groups", 1))
-    config["disaggregation"]["first_token"] = changes.pop("first_token", "prefill")
-    config["engine"] |= changes
-    sampling = [sampling_of(i, MAX_TOKENS) for i in range(NUM)]
-    texts: list[list[int]] = []
-    with running(config, num_prefill=int(mode == "always")) as cluster:
-        for _ in range(2):
-            texts += [each.tokens for each in cluster.answers(problem_ids(NUM), sampling)]
-        prefill = cluster.workers.get("prefill-0")
-        drawn = value(prefill.engine.metrics.generated_tokens) if prefill else 0.0
-    return texts, drawn
-
-
-@pytest.fixture(scope="module")
-def wanted() -> list[list[int]]:
-    return answers("cpu", "never")[0]
-
-
-@pytest.mark.parametrize("num_groups", [1, 2])
-@pytest.mark.parametrize("first_token", ["prefill", "decode"])
-@pytest.mark.parametrize("graph", ["eager", "auto"])
-def test_texts_are_the_cpu_s_wherever_it_is_drawn(graph, first_token, num_groups, wanted) -> None:
-    """In float32. With layer groups the token follows the last announcement of KV."""
-    changes = {"graph": graph, "first_token": first_token, "num_groups": num_groups}
-    texts, drawn = answers("cuda", "always", **changes)
-    assert texts == wanted
-    assert (drawn >= NUM) == (first_token == "prefill")
 
 
 def plan_of(counts: Sequence[int], *, draws: bool) -> Plan:

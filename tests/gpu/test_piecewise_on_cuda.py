@@ -14,8 +14,6 @@ import pytest
 
 from tests.support import chunks
 from tests.support.chunks import Bench, Uncaptured
-from tests.support.prompts import problem_ids
-from worker.plan import Chunk, Plan, RowPages
 from worker.run.compiled import TracedForward
 from worker.run.eager import EagerChunks
 from worker.run.piecewise import PiecewiseChunks
@@ -166,29 +164,3 @@ def test_texts_are_those_of_eager_in_float32(bench: Any) -> None:
         pytest.skip("16-bit texts diverge by rounding, with any padding")
     chunks.check_texts(bench)
     bench.use(bench.runner)
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_auto_replays_chunks_on_either_worker(role: str) -> None:
-    engine = chunks.build("cuda", "auto", role=role, dtype="bfloat16", strict=True)
-    decode = "eager" if role == "prefill" else "full"
-    assert engine.config.engine.graph.model_dump() == {"prefill": "piecewise", "decode": decode}
-    tokens = problem_ids(1)[0]
-    plan = Plan(
-        1,
-        pages=(RowPages(1, 0, tuple(range(1, -(-len(tokens) // 16) + 1))),),
-        chunks=(Chunk(1, 0, tokens),),
-        max_seq_len_ub=len(tokens),
-    )
-    step = engine.runner.launch(plan)
-    assert step is not None
-    engine.runner.settle(step)
-    labels = {"model": "tiny", "role": role, "worker": f"{role}-0"}
-    replayed = [
-        engine.metrics.registry.get_sample_value(
-            "kvlane_engine_steps_total", labels | {"kind": "prefill", "path": path}
-        )
-        for path in ("graph", "piecewise")  # whichever won at the start
-    ]
-    engine.close()
-    assert sorted(replayed, key=bool) == [None, 1]

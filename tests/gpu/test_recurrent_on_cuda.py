@@ -5,7 +5,7 @@ import torch
 from msgspec.structs import replace
 
 from tests.equivalence import test_hybrid_laws as laws
-from tests.gpu.sync import fail_on_sync
+from tests.gpu.sync import check_no_wait
 from tests.support.engines import Running, running, value
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
@@ -164,7 +164,4 @@ def test_a_step_never_waits_for_the_device(spec: dict) -> None:
     """Prompts, width 1 and width 4, under torch's own detector of host syncs."""
     config = sections("cuda", "never", graph="eager", strict=False)
     config["spec"] = spec
-    with running(config, num_prefill=0) as cluster:
-        ask(cluster)  # warm: allocator, kernels
-        fail_on_sync(cluster.workers["decode-0"].engine.runner)
-        ask(cluster)
+    check_no_wait(config, ask)

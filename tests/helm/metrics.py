@@ -11,8 +11,6 @@ from router.observe.metrics import RETRY_CAUSES, RouterMetrics
 from tests.helm.dashboards import queries
 from worker.observe.metrics import PLACES, WorkerMetrics
 
-Names = dict[str, frozenset[str]]  # series -> its labels, without those that Prometheus adds
-
 NAME = re.compile(r"\bkvlane_\w+")
 MATCHERS = re.compile(r"(kvlane_\w+)\{([^}]*)\}")
 MATCHER = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"([^\"]*)\"")
@@ -48,9 +46,9 @@ def exported() -> dict[str, frozenset[str]]:
     return found
 
 
-def breaches(query: str, jobs: set[str], names: Names) -> Iterator[str]:
+def breaches(query: str, jobs: set[str]) -> Iterator[str]:
     """What a query (PromQL) asks for that nobody exports, or of jobs that nobody scrapes."""
-    asked = set(NAME.findall(query))
+    names, asked = exported(), set(NAME.findall(query))
     if not asked:
         yield f"asks for nothing of ours: {query}"
     for name in asked - set(names):
@@ -80,7 +78,11 @@ def of(document: dict[str, Any]) -> Iterator[str]:
         case "ConfigMap":
             for name, text in document["data"].items():
                 if name.endswith(".json"):
-                    yield from (query.text for query in queries(json.loads(text)))
+                    board = json.loads(text)
+                    yield from (query.text for query in queries(board))
+                    for variable in board["templating"]["list"]:
+                        if variable["type"] == "query":
+                            yield variable["query"]["query"].removeprefix("label_values(")
         case "PrometheusRule":
             yield from (rule["expr"] for group in spec["groups"] for rule in group["rules"])
         case "ScaledObject":

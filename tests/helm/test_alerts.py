@@ -10,16 +10,14 @@ import yaml
 
 from cluster.config import leaves
 from helm import dashboards
-from helm.generate import COMPOSE, alerts
+from helm.generate import alerts
 from router.errors import NO_FAULT
 from router.observe.metrics import RouterMetrics
-from tests.helm import metrics
 from tests.helm.alert_cases import CASES, SILENT
 from tests.helm.charts import (
     CHART,
     NAMESPACE,
     RELEASE,
-    REPOSITORY,
     described,
     documents,
     parsed,
@@ -77,12 +75,6 @@ def test_settings_that_runbook_and_dashboards_name_exist() -> None:
     assert named <= known | parts
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_queries_ask_for_what_is_exported(name: str) -> None:
-    wrong = list(metrics.breaches(RULES[name]["expr"], {"kvlane"}, metrics.exported()))
-    assert wrong == []
-
-
 def test_errors_are_the_same_here_and_on_the_dashboard_of_the_router() -> None:
     assert frozenset(dashboards.fine().split("|")) == NO_FAULT
 
@@ -130,12 +122,6 @@ def test_the_transport_that_is_asked_for_is_the_one_that_is_chosen(transport, as
     done = template(values=f"{MONITORING}\nconfig: {{transport: {transport}}}")
     rule = rules_of_chart(parsed(done.stdout))["KvlaneOtherTransport"]
     assert f'transport!~"{asked}"' in rule["expr"]
-
-
-def test_readmes_say_how_many_there_are() -> None:
-    for path in (REPOSITORY / "README.md", CHART / "README.md"):
-        assert f" {len(NAMES)} alerts" in path.read_text()
-    assert f" {len(NAMES_OF_COMPOSE)} of its alerts" in (COMPOSE.parent / "README.md").read_text()
 
 
 def test_alerts_of_two_releases_are_told_apart() -> None:

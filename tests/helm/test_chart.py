@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from helm.generate import written
-from tests.helm import custom, metrics
+from tests.helm import metrics
 from tests.helm.charts import (
     CHART,
     HERE,
@@ -28,9 +28,6 @@ from tests.helm.charts import (
 )
 
 KUBERNETES = [f"1.{minor}" for minor in range(29, 38)]
-needs_definitions = pytest.mark.skipif(
-    not custom.DEFINITIONS.exists(), reason=f"needs {custom.DEFINITIONS}"
-)
 
 
 @pytest.mark.parametrize("major", [3, 4])
@@ -44,23 +41,29 @@ def test_both_helms_render_the_same(name: str) -> None:
     assert rendered(name, 3) == rendered(name, 4)
 
 
-def check_builtin(objects: dict[str, Any], *versions: str) -> subprocess.CompletedProcess[str]:
+def check_schemas(objects: dict[str, Any], *versions: str) -> subprocess.CompletedProcess[str]:
     text = json.dumps(objects)
-    return tool("venv/bin/python", str(HERE / "builtin.py"), *versions, text=text)
+    return tool("venv/bin/python", str(HERE / "schemas.py"), *versions, text=text)
 
 
-def test_kubernetes_takes_every_object() -> None:
-    done = check_builtin({name: documents(name) for name in NAMES}, *KUBERNETES)
+def test_kubernetes_and_operators_take_every_object() -> None:
+    done = check_schemas({name: documents(name) for name in NAMES}, *KUBERNETES)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_field_that_kubernetes_does_not_know_is_noticed() -> None:
-    wrong = changed(
-        documents("gpu-rdma"), "PodDisruptionBudget demo-kvlane-decode", "maxUnava", "maxAva"
-    )
-    done = check_builtin({"wrong": wrong}, "1.34")
+def test_a_field_that_no_schema_knows_is_noticed() -> None:
+    wrong = {
+        new: changed(documents(name), which, old, new)
+        for name, which, old, new in (
+            ("gpu-rdma", "PodDisruptionBudget demo-kvlane-decode", "maxUnava", "maxAva"),
+            ("kuberay", "RayCluster demo-kvlane", "containerPort", "containPort"),
+            ("monitoring", "ServiceMonitor demo-kvlane", "15s", "15parsecs"),
+            ("autoscaling", "ScaledObject demo-kvlane-decode", "minReplicaCount", "minReplicas"),
+        )
+    }
+    done = check_schemas(wrong, "1.34")
     assert done.returncode == 1
-    assert "maxAvailable" in done.stdout
+    assert all(f"{new}, " in done.stdout for new in wrong)
 
 
 def test_queries_are_promql(tmp_path: Path) -> None:
@@ -72,28 +75,6 @@ def test_queries_are_promql(tmp_path: Path) -> None:
         (tmp_path / "rules.yaml").write_text(text)
         done = tool("promtool", "check", "rules", str(tmp_path / "rules.yaml"))
         assert (done.returncode == 0) == is_right, done.stderr
-
-
-@needs_definitions
-def test_custom_resources_fit_their_definitions() -> None:
-    objects = [document for name in NAMES for document in documents(name)]
-    assert custom.breaches(objects) == []
-    assert set(map(custom.kind_of, filter(custom.is_custom, objects))) == set(custom.kinds())
-
-
-@needs_definitions
-@pytest.mark.parametrize(
-    ("name", "which", "old", "new"),
-    [
-        ("kuberay", "RayCluster demo-kvlane", "groupName", "groupNam"),
-        ("monitoring", "ServiceMonitor demo-kvlane", "15s", "15parsecs"),
-        ("autoscaling", "ScaledObject demo-kvlane-decode", "minReplicaCount", "minReplicas"),
-    ],
-)
-def test_a_field_that_a_definition_does_not_know_is_noticed(
-    name: str, which: str, old: str, new: str
-) -> None:
-    assert custom.breaches(changed(documents(name), which, old, new))
 
 
 def test_generated_files_are_those_of_today() -> None:

@@ -18,41 +18,11 @@ QUERIES = [query for board in BOARDS.values() for query in queries(board)]
 LABEL = re.compile(r"\{\{(\w+)\}\}")
 
 
-def breaches(text: str) -> list[str]:
-    """What a query asks for that is not exported; dashboards name no job."""
-    return list(metrics.breaches(text, set(), metrics.exported()))
-
-
-def test_every_query_asks_for_what_is_exported() -> None:
-    asked = [query.text for query in QUERIES]
-    for board in BOARDS.values():
-        for variable in board["templating"]["list"]:
-            if variable["type"] == "query":
-                asked.append(variable["query"]["query"].removeprefix("label_values("))
-    assert [breach for text in asked for breach in breaches(text)] == []
-
-
 def test_legends_and_workers_of_two_releases_are_told_apart() -> None:
     for query in QUERIES:
         labels = set(metrics.grouped(query.text))
         assert labels >= set(LABEL.findall(query.legend)), query
         assert "worker" not in labels or labels >= {"namespace", "job"}, query.text
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("kvlane_kv_pulls_total", "kvlane_pulls_total"),
-        ("kvlane_kv_pages{", "kvlane_pages{"),
-        ('role="decode"', 'role="decoder"'),
-        ("worker_role=", "role_of_worker="),
-        ("by (stage)", "by (phase)"),
-    ],
-)
-def test_a_name_that_is_wrong_is_noticed(old: str, new: str) -> None:
-    wrong = [query.text.replace(old, new) for query in QUERIES if old in query.text]
-    assert wrong
-    assert all(map(breaches, wrong))
 
 
 @pytest.mark.parametrize("name", BOARDS)

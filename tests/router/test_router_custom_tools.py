@@ -65,7 +65,7 @@ def test_a_chat_calls_a_tool_that_takes_a_text(
     assert (made.type, answer.choices[0].finish_reason) == ("custom", "tool_calls")
     assert made.custom.model_dump() == {"name": "code", "input": SAID}
     assert "function" not in made.model_dump(exclude_unset=True)
-    prompt = text.decode(says.take()[1].tokens, skip_special_tokens=False)
+    prompt = says.prompt(text)
     assert '"input": {"type": "string"}' in prompt
     body = {"messages": HELLO, "tools": OF_CHAT, "stream": True}
     lines = served.post("chat/completions", **body).text.split("\n")
@@ -79,7 +79,7 @@ def test_a_chat_calls_a_tool_that_takes_a_text(
     says.take()
     again: Any = [*HELLO, message, result]
     client.chat.completions.create(model="small", messages=again, tools=OF_CHAT)
-    prompt = text.decode(says.take()[1].tokens, skip_special_tokens=False)
+    prompt = says.prompt(text)
     assert f"code {json.dumps({'input': SAID}, ensure_ascii=False)}" in prompt
 
 
@@ -104,7 +104,7 @@ def test_a_response_calls_a_tool_that_takes_a_text(
     says.take()
     asked |= {"input": [result], "previous_response_id": response.id}
     client.responses.create(**asked)
-    prompt = text.decode(says.take()[1].tokens, skip_special_tokens=False)
+    prompt = says.prompt(text)
     assert f"code {json.dumps({'input': SAID}, ensure_ascii=False)}" in prompt
 
 

@@ -39,10 +39,20 @@ FOREIGN = 'wire_refused_total{model="small",role="router",what="message"'
 Ids = tuple[int, ...]
 
 
+def decoders(num: int) -> list[DecodeDouble]:
+    return [DecodeDouble(f"decode-{i}") for i in range(num)]
+
+
 def holder_and_other(doubles: list[DecodeDouble]) -> list[DecodeDouble]:
     """The worker that a request has come to, then those that have none."""
     wait_until(lambda: any(not double.taken.empty() for double in doubles))
     return sorted(doubles, key=lambda double: double.taken.empty())
+
+
+def speaks_to_the_end(ids: Ids, double: DecodeDouble, item: Any, future: Any, at: int = 0) -> None:
+    """The worker says the rest of the letters, and the client has got all of them."""
+    speak(ids[at:], at=at)(double, *item)
+    assert ended(future) == ("abcdefgh", "stop", None)
 
 
 def came(router: RouterServer) -> int:
@@ -51,7 +61,7 @@ def came(router: RouterServer) -> int:
 
 
 def test_refused_request_goes_to_another_worker(serve: Serve, ask: Ask, ids: Ids) -> None:
-    doubles = [DecodeDouble(f"decode-{i}") for i in range(3)]
+    doubles = decoders(3)
     num_sent = []
 
     def refuse_twice(double: DecodeDouble, peer: str, generate: Any) -> None:
@@ -81,8 +91,7 @@ def test_refused_request_is_tried_again_after_the_time_the_worker_named(
         assert generate.dispatch == dispatch
         if dispatch < 3:
             double.refuse(peer, generate)
-    speak(ids)(double, peer, generate)
-    assert ended(future) == ("abcdefgh", "stop", None)
+    speaks_to_the_end(ids, double, (peer, generate), future)
 
 
 def test_waiting_request_is_woken_by_a_pong_that_shows_room(
@@ -94,8 +103,7 @@ def test_waiting_request_is_woken_by_a_pong_that_shows_room(
     double.refuse(peer, generate, retry_after_s=10_000)
     wait_until(lambda: metric(url, "requests_waiting") == 1)
     double.stats = WorkerStats(max_num_reqs=1, num_free_pages=9)
-    speak(ids)(double, *double.take())
-    assert ended(future) == ("abcdefgh", "stop", None)
+    speaks_to_the_end(ids, double, double.take(), future)
 
 
 def test_waiting_request_is_woken_by_a_new_worker(serve: Serve, ask: Ask, ids: Ids) -> None:
@@ -205,7 +213,7 @@ def test_refusal_that_is_the_users_mistake_is_400(
 def test_lost_before_the_first_token_is_tried_again_unseen(
     serve: Serve, ask: Ask, ids: Ids
 ) -> None:
-    doubles = [DecodeDouble("decode-0"), DecodeDouble("decode-1")]
+    doubles = decoders(2)
     ping = PingConfig(interval_s=0.1, max_misses=15)
     _, url, _ = serve(*doubles, ping=ping)
     future = ask(url)
@@ -216,8 +224,7 @@ def test_lost_before_the_first_token_is_tried_again_unseen(
     assert (after.dispatch, after.req_id) == (2, before.req_id)
     assert (after.tokens, after.sampling) == (before.tokens, before.sampling)
     assert after.timeout_s <= before.timeout_s
-    speak(ids)(other, peer, after)
-    assert ended(future) == ("abcdefgh", "stop", None)
+    speaks_to_the_end(ids, other, (peer, after), future)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -225,7 +232,7 @@ def test_lost_in_mid_stream_goes_on_elsewhere_unseen(
     serve: Serve, ask: Ask, ids: Ids, stream: bool
 ) -> None:
     """From the token after the last that came, which the client has not seen twice."""
-    doubles = [DecodeDouble("decode-0"), DecodeDouble("decode-1")]
+    doubles = decoders(2)
     _, url, router = serve(*doubles)
     future = ask(
         url, stream=stream, logprobs=1, stream_options={"include_usage": True} if stream else None
@@ -307,7 +314,7 @@ def test_what_one_model_has_begun_no_other_goes_on_with(serve: Serve, ask: Ask, 
 def test_request_present_at_two_deaths_is_not_tried_a_third_time(
     serve: Serve, ask: Ask, ids: Ids, num_tokens: int
 ) -> None:
-    doubles = [DecodeDouble(f"decode-{i}") for i in range(3)]
+    doubles = decoders(3)
     _, url, router = serve(*doubles)
     future = ask(url)
     left = list(doubles)
@@ -330,7 +337,7 @@ def test_request_present_at_two_deaths_is_not_tried_a_third_time(
 def test_who_had_no_row_is_not_suspected_so_soon(
     serve: Serve, ask: Ask, ids: Ids, num_deaths: int
 ) -> None:
-    doubles = [DecodeDouble(f"decode-{i}") for i in range(num_deaths + 1)]
+    doubles = decoders(num_deaths + 1)
     _, url, router = serve(*doubles)
     future, left = ask(url), list(doubles)
     for _ in range(num_deaths):
@@ -347,7 +354,7 @@ def test_who_had_no_row_is_not_suspected_so_soon(
 def test_workers_that_drain_hand_over_and_cast_no_suspicion(
     serve: Serve, ask: Ask, ids: Ids
 ) -> None:
-    doubles = [DecodeDouble(f"decode-{i}") for i in range(4)]
+    doubles = decoders(4)
     _, url, router = serve(*doubles)
     future, left = ask(url), list(doubles)
     for at in range(3):
@@ -357,13 +364,12 @@ def test_workers_that_drain_hand_over_and_cast_no_suspicion(
         known = router.front.dispatcher._members.get(leaver.member.peer)
         wait_until(lambda at=at, known=known: came(router) == at + 1 and known.stats.draining)
         router.update_members([double.member for double in left])
-    speak(ids[3:], at=3)(left[0], *left[0].take())
-    assert ended(future) == ("abcdefgh", "stop", None)
+    speaks_to_the_end(ids, left[0], left[0].take(), future, 3)
 
 
 def test_two_deaths_far_apart_are_no_fault_of_the_request(serve: Serve, ask: Ask, ids: Ids) -> None:
     """It has drawn tokens since, so it had not caused the first."""
-    doubles = [DecodeDouble(f"decode-{i}") for i in range(4)]
+    doubles = decoders(4)
     _, url, router = serve(*doubles)
     future, at, left = ask(url, max_tokens=200), 0, list(doubles)
     text = ids * INNOCENT_TOKENS
@@ -390,12 +396,11 @@ def test_a_link_that_breaks_is_no_death(serve: Serve, ask: Ask, ids: Ids) -> Non
         double.chunk(peer, generate, ids[at : at + 1], at=at)
         wait_until(lambda at=at: came(router) == at + 1)
         wire.lose(double.member.peer, "a test")
-    speak(ids[4:], at=4)(double, *double.take())
-    assert ended(future) == ("abcdefgh", "stop", None)
+    speaks_to_the_end(ids, double, double.take(), future, 4)
 
 
 def test_gap_after_tokens_moves_the_request(serve: Serve, ask: Ask, ids: Ids) -> None:
-    doubles = [DecodeDouble("decode-0"), DecodeDouble("decode-1")]
+    doubles = decoders(2)
     _, url, _ = serve(*doubles)
     future = ask(url)
     bad, good = holder_and_other(doubles)
@@ -403,14 +408,13 @@ def test_gap_after_tokens_moves_the_request(serve: Serve, ask: Ask, ids: Ids) ->
     bad.chunk(peer, generate, ids[:2])
     bad.chunk(peer, generate, ids[3:4], at=3)
     assert bad.expect(Abort).dispatch == 1
-    speak(ids[2:], at=2)(good, *good.take())
-    assert ended(future) == ("abcdefgh", "stop", None)
+    speaks_to_the_end(ids, good, good.take(), future, 2)
 
 
 def test_gap_before_tokens_moves_the_request_and_old_chunks_are_dropped(
     serve: Serve, ask: Ask, ids: Ids
 ) -> None:
-    doubles = [DecodeDouble("decode-0"), DecodeDouble("decode-1")]
+    doubles = decoders(2)
     _, url, _ = serve(*doubles)
     future = ask(url)
     bad, good = holder_and_other(doubles)
@@ -422,8 +426,7 @@ def test_gap_before_tokens_moves_the_request_and_old_chunks_are_dropped(
     assert bad.expect(Abort).dispatch == 1  # it still works for nobody
     bad.chunk(peer, before, ids[7:], finish=LENGTH)
     assert bad.expect(Ack).dispatch == 1  # dropped, but acknowledged
-    speak(ids)(good, peer, after)
-    assert ended(future) == ("abcdefgh", "stop", None)
+    speaks_to_the_end(ids, good, (peer, after), future)
     assert metric(url, "stale_messages_dropped_total") == 2
 
 
@@ -482,15 +485,14 @@ def test_a_worker_speaks_for_its_own_requests_only(
     serve: Serve, ask: Ask, ids: Ids, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One gone bad refuses nobody else's request, and has none that it was not asked for."""
-    doubles = [DecodeDouble("decode-0"), DecodeDouble("decode-1")]
+    doubles = decoders(2)
     _, url, server = serve(*doubles)
     future = ask(url)
     holder, other = holder_and_other(doubles)
     peer, generate = holder.take()
     other.refuse(peer, generate, "invalid_value")
     wait_until(lambda: metric(url, FOREIGN) == 1)
-    speak(ids)(holder, peer, generate)
-    assert ended(future) == ("abcdefgh", "stop", None)
+    speaks_to_the_end(ids, holder, (peer, generate), future)
     future = ask(url, {"idempotency-key": "k"})
     claims = [double.expect(Claim) for double in doubles]
     for _ in range(2):
@@ -510,11 +512,10 @@ def test_a_worker_that_is_lost_claims_nothing(
     serve: Serve, ask: Ask, ids: Ids, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router.dispatch.claims, "CLAIM_S", 60.0)
-    doubles = [DecodeDouble("decode-0"), DecodeDouble("decode-1")]
+    doubles = decoders(2)
     _, url, server = serve(*doubles)
     future = ask(url, {"idempotency-key": "k"})
     claim = doubles[1].expect(Claim)
     server.update_members([doubles[1].member])
     doubles[1].answer(Claimed(claim.req_id, claim.dispatch, found=False))
-    speak(ids)(doubles[1], *doubles[1].take())
-    assert ended(future) == ("abcdefgh", "stop", None)
+    speaks_to_the_end(ids, doubles[1], doubles[1].take(), future)

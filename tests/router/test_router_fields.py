@@ -40,10 +40,6 @@ def told(served: Served, path: str = CHAT, **body: Any) -> str | None:
     return response.headers.get(HEADER)
 
 
-def prompt_of(double: DecodeDouble, text: Text) -> str:
-    return text.decode(double.take()[1].tokens, skip_special_tokens=False)
-
-
 def test_fields_without_effect_are_told(
     served: Served, double: DecodeDouble, streamed: bool
 ) -> None:
@@ -158,14 +154,14 @@ def test_documents_and_effort_reach_the_template(
     double.script = KEEP
     more = {"documents": [{"text": "of old"}], "reasoning_effort": "high"}
     assert told(served, **more) is None
-    prompt = prompt_of(double, text)
+    prompt = double.prompt(text)
     assert prompt.endswith("highof old")
     tokens = httpx.post(f"{served.url}/tokenize", json={"messages": HELLO, **more}).json()["tokens"]
     assert text.decode(tokens, skip_special_tokens=False) == prompt
     assert told(served, reasoning_effort="none") is None
-    assert "<think>\n\n</think>" in prompt_of(double, text)
+    assert "<think>\n\n</think>" in double.prompt(text)
     told(served, reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
-    assert "<think>" not in prompt_of(double, text)
+    assert "<think>" not in double.prompt(text)
 
 
 def test_what_a_template_does_not_know_is_told(serve: Serve, directory: Path) -> None:

@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -42,30 +43,33 @@ LENGTH = FinishReason.LENGTH
 Ids = tuple[int, ...]
 
 
-def test_too_many_requests_are_429_at_once(serve: Serve, ask: Ask, ids: Ids) -> None:
+@pytest.fixture
+def full(serve: Serve, ask: Ask, ids: Ids) -> Iterator[str]:
+    """A router that has all the requests that it may have; they end well."""
     double, url, _ = serve(DecodeDouble(), max_inflight=1)
     first = ask(url)
     item = double.take()
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
-        with pytest.raises(openai.RateLimitError) as caught:
-            client.completions.create(model="small", prompt="a")
-        assert caught.value.code == "busy"
-    unread = httpx.post(f"{url}/v1/completions", content=b"{no JSON", timeout=HANG_S)
-    assert (unread.status_code, unread.headers["retry-after"]) == (429, "1")
-    assert unread.headers["x-request-id"]
-    assert metric(url, 'requests_total{model="small",outcome="busy"') == 2
-    assert httpx.get(f"{url}/v1/models").status_code == 200
+    yield url
     speak(ids)(double, *item)
     assert ended(first) == ("abcdefgh", "stop", None)
 
 
+def test_too_many_requests_are_429_at_once(full: str) -> None:
+    with openai.OpenAI(base_url=f"{full}/v1", api_key="x", max_retries=0) as client:
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(model="small", prompt="a")
+        assert caught.value.code == "busy"
+    unread = httpx.post(f"{full}/v1/completions", content=b"{no JSON", timeout=HANG_S)
+    assert (unread.status_code, unread.headers["retry-after"]) == (429, "1")
+    assert unread.headers["x-request-id"]
+    assert metric(full, 'requests_total{model="small",outcome="busy"') == 2
+    assert httpx.get(f"{full}/v1/models").status_code == 200
+
+
 def test_refusals_by_the_head_are_those_of_the_routes(
-    serve: Serve, ask: Ask, ids: Ids, monkeypatch: pytest.MonkeyPatch
+    full: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages of other origins get theirs from the routes."""
-    double, url, _ = serve(DecodeDouble(), max_inflight=1)
-    first = ask(url)
-    item = double.take()
     late_ones, check = list[str](), Admission.check
 
     def counted(admission: Admission, client: str) -> None:
@@ -75,9 +79,9 @@ def test_refusals_by_the_head_are_those_of_the_routes(
     monkeypatch.setattr(Admission, "check", counted)
     for path in GENERATING:
         with httpx.Client(timeout=HANG_S, headers={"x-request-id": "me"}) as client:
-            early = client.post(url + path, content=b"{no JSON")
-            assert client.get(f"{url}/live").status_code == 200  # over the same connection
-            late = client.post(url + path, headers={"origin": "http://a"})
+            early = client.post(full + path, content=b"{no JSON")
+            assert client.get(f"{full}/live").status_code == 200  # over the same connection
+            late = client.post(full + path, headers={"origin": "http://a"})
         assert early.status_code == late.status_code == 429
         assert early.content == late.content
         assert early.json().get("type") == ("error" if path == "/v1/messages" else None)
@@ -87,29 +91,20 @@ def test_refusals_by_the_head_are_those_of_the_routes(
         beside = {name for name, _ in late.headers.items() - early.headers.items()}
         assert all(name.startswith("access-control-") or name == "vary" for name in beside), beside
     assert late_ones == [""] * len(GENERATING)
-    speak(ids)(double, *item)
-    assert ended(first) == ("abcdefgh", "stop", None)
 
 
-def test_the_body_of_what_was_refused_may_come_later_or_never(
-    serve: Serve, ask: Ask, ids: Ids
-) -> None:
-    double, url, _ = serve(DecodeDouble(), max_inflight=1)
-    first = ask(url)
-    item = double.take()
+def test_the_body_of_what_was_refused_may_come_later_or_never(full: str) -> None:
     request = raw_post(prompt="a" * 100)
-    with connected(url) as client:
+    with connected(full) as client:
         for _ in range(2):
             client.sendall(request[:-50])
             assert read_until(client, b"}}").startswith(b"HTTP/1.1 429 ")
             client.sendall(request[-50:])
         client.sendall(request[:-50])
         assert read_until(client, b"}}").startswith(b"HTTP/1.1 429 ")
-    with connected(url) as client:
+    with connected(full) as client:
         client.sendall(raw_post(headers="connection: close\r\n"))
         assert read_all(client).startswith(b"HTTP/1.1 429 ")
-    speak(ids)(double, *item)
-    assert ended(first) == ("abcdefgh", "stop", None)
 
 
 @pytest.mark.parametrize("what", ["connect", "send"])

@@ -69,7 +69,7 @@ def test_own_requests_are_counted_on_top_of_what_a_pong_said(members: Members) -
     members.pong("d/1", WorkerStats(num_running=4, max_num_reqs=8))
     members.pong("p/1", WorkerStats(num_queued_tokens=10))
     assert (known.num_requests, prefill.num_queued_tokens) == (4, 10)
-    members.left("d/1", gives_room=True)
+    members.left("d/1", allows_one=True)
     assert known.num_requests == 3
 
 
@@ -82,7 +82,7 @@ def test_worker_that_refused_is_left_alone_until_it_shows_room(members: Members)
     assert members.open_decode(9.0)
     members.sent("d/1", None, 1, 9.0)
     assert not members.open_decode(9.0)
-    members.left("d/1", gives_room=True)
+    members.left("d/1", allows_one=True)
     assert members.open_decode(9.0)
 
 

@@ -1,25 +1,20 @@
 """Anthropic's messages: what a chat is asked, and what its answers look like."""
 
 import json
-from datetime import datetime
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
     QWEN,
     DecodeDouble,
-    Serve,
     Served,
     make_model,
     raw_post,
     read_until,
     speak,
 )
-from tests.support.patience import HANG_S
 from worker.api import Error, FinishReason
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "é"}}\n</tool_call>'
@@ -34,17 +29,6 @@ UNTHOUGHT = "<think>\n\n</think>\n\n"
 def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
     """A model that thinks, unless it is told not to."""
     return Text(make_model(tmp_path_factory.mktemp("model"), QWEN, (), 2048))
-
-
-def says(
-    double: DecodeDouble, text: Text, answer: str, finish: FinishReason = FinishReason.STOP
-) -> None:
-    tokens = text.encode(answer, add_special_tokens=False)
-    double.script = speak(tokens, kept=True, cached=4, finish=finish)
-
-
-def prompt_of(double: DecodeDouble, text: Text) -> str:
-    return text.decode(double.take()[1].tokens, skip_special_tokens=False)
 
 
 def told(served: Served, streamed: bool, **asked: Any) -> dict[str, Any]:
@@ -90,7 +74,7 @@ def told(served: Served, streamed: bool, **asked: Any) -> dict[str, Any]:
 
 
 def test_a_message(served: Served, double: DecodeDouble, text: Text, streamed: bool) -> None:
-    says(double, text, "Hi there.")
+    double.says(text, "Hi there.")
     message = told(served, streamed, system="be good")
     assert message.pop("id").startswith("msg_")
     num = len(text.encode("Hi there.", add_special_tokens=False))
@@ -112,7 +96,7 @@ def test_a_message(served: Served, double: DecodeDouble, text: Text, streamed: b
 def test_reasoning_text_and_calls(
     served: Served, double: DecodeDouble, text: Text, streamed: bool
 ) -> None:
-    says(double, text, f"{THOUGHT}So.\n{CALL}\n{CALL}")
+    double.says(text, f"{THOUGHT}So.\n{CALL}\n{CALL}")
     thinking = {"type": "enabled", "budget_tokens": 1024}
     message = told(served, streamed, tools=[TOOL], thinking=thinking)
     ids = [block.pop("id") for block in message["content"] if block["type"] == "tool_use"]
@@ -123,13 +107,13 @@ def test_reasoning_text_and_calls(
     ]  # fmt: skip
     assert len(set(ids)) == 2
     assert message["stop_reason"] == "tool_use"
-    prompt = prompt_of(double, text)
+    prompt = double.prompt(text)
     assert prompt.endswith(HEARD)
     assert '"description": "of a city"' in prompt
 
 
 def test_a_conversation_becomes_a_chat(served: Served, double: DecodeDouble, text: Text) -> None:
-    says(double, text, "ok")
+    double.says(text, "ok")
     used = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "x"}}
     result = {"type": "tool_result", "tool_use_id": "t1"}
     turns = [
@@ -145,7 +129,7 @@ def test_a_conversation_becomes_a_chat(served: Served, double: DecodeDouble, tex
         ]},
     ]  # fmt: skip
     told(served, False, messages=turns, tools=[TOOL], system=[{"type": "text", "text": "a"}])
-    prompt = prompt_of(double, text).partition("<|im_start|>system\na")[2]
+    prompt = double.prompt(text).partition("<|im_start|>system\na")[2]
     assert prompt.endswith(f"""<|im_start|>user
 hello<|im_end|>
 <|im_start|>assistant
@@ -165,10 +149,10 @@ and<|im_end|>
 def test_the_answer_goes_on_with_a_last_message_of_the_assistant(
     served: Served, double: DecodeDouble, text: Text
 ) -> None:
-    says(double, text, " 42")
+    double.says(text, " 42")
     turns = [*HELLO, {"role": "assistant", "content": "It is"}]
     assert told(served, False, messages=turns)["content"][0]["text"] == " 42"
-    assert prompt_of(double, text) == f"{HEARD}It is"
+    assert double.prompt(text) == f"{HEARD}It is"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +167,7 @@ def test_why_it_stopped(
     served: Served, double: DecodeDouble, text: Text, streamed: bool, answer: str,
     finish: FinishReason, reason: str, stop: str | None,
 ) -> None:  # fmt: skip
-    says(double, text, answer, finish)
+    double.says(text, answer, finish)
     message = told(served, streamed, stop_sequences=["zzz", " t"])
     assert message["content"] == [{"type": "text", "text": "one"}]
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, stop)
@@ -210,7 +194,7 @@ def test_which_tools_are_called(
     served: Served, double: DecodeDouble, text: Text,
     choice: dict[str, Any], grammar: bool, parallel: bool | None,
 ) -> None:  # fmt: skip
-    says(double, text, f"{CALL}\n{CALL}")
+    double.says(text, f"{CALL}\n{CALL}")
     message = told(served, False, tools=[TOOL], tool_choice=choice)
     calls = [block for block in message["content"] if block["type"] == "tool_use"]
     assert len(calls) == {True: 2, False: 1, None: 0}[parallel]
@@ -219,7 +203,7 @@ def test_which_tools_are_called(
 
 @pytest.mark.parametrize("name", ["output_config", "output_format"])
 def test_structured_output(served: Served, double: DecodeDouble, text: Text, name: str) -> None:
-    says(double, text, "{}")
+    double.says(text, "{}")
     form = {"type": "json_schema", "schema": {"type": "object", "properties": {}}}
     told(served, False, **{name: {"format": form} if name == "output_config" else form})
     assert "json_schema" in double.take()[1].sampling.grammar
@@ -228,7 +212,7 @@ def test_structured_output(served: Served, double: DecodeDouble, text: Text, nam
 def test_tokens_are_counted_as_they_are_sent(
     served: Served, double: DecodeDouble, text: Text
 ) -> None:
-    says(double, text, "ok")
+    double.says(text, "ok")
     asked: Any = {"model": "small", "messages": HELLO, "system": "a", "tools": [TOOL]}
     counted = served.post("messages/count_tokens", **asked)
     assert counted.status_code == 200, counted.text
@@ -264,7 +248,7 @@ def test_mistakes_are_told_in_anthropics_form(
 
 
 def test_what_has_no_effect_is_told(served: Served, double: DecodeDouble, text: Text) -> None:
-    says(double, text, "ok")
+    double.says(text, "ok")
     thinking = {"type": "enabled", "budget_tokens": 1024}
     body = {"max_tokens": 9, "messages": HELLO, "thinking": thinking, "mcp_servers": [1]}
     response = served.post("messages", **body, metadata={"user_id": "me"}, seed=7)
@@ -289,33 +273,9 @@ def test_another_model_and_a_failed_stream(served: Served, double: DecodeDouble)
     client.close()
 
 
-def test_models_are_shown_in_anthropics_form(served: Served) -> None:
-    headers = {"anthropic-version": "2023-06-01"}
-    listed = httpx.get(f"{served.url}/v1/models", headers=headers, timeout=HANG_S).json()
-    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("small", "small", False)
-    (card,) = listed["data"]
-    assert (card["type"], card["id"], card["display_name"]) == ("model", "small", "small")
-    assert datetime.fromisoformat(card["created_at"]).year > 2020
-    one = httpx.get(f"{served.url}/v1/models/small", headers=headers, timeout=HANG_S).json()
-    assert one == card
-    assert httpx.get(f"{served.url}/v1/models", timeout=HANG_S).json()["object"] == "list"
-
-
 def test_no_thread_is_kept_and_its_client_sends_all_again(served: Served) -> None:
     body: Any = {"max_tokens": 9, "messages": HELLO}
     thread = {"type": "continue", "previous_message_id": "msg_1"}
     response = served.post("messages", **body, thread=thread)
     assert response.status_code == 404
     assert response.json()["error"]["details"] == {"error_code": "thread_not_found"}
-
-
-def test_a_key_is_asked_for_in_anthropics_form(serve: Serve, text: Text, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("sk-1\n")
-    double = DecodeDouble(script=speak([5]))
-    _, url, _ = serve(double, directory=text.directory, api_key_file=str(tmp_path / "keys"))
-    body = {"max_tokens": 9, "messages": HELLO}
-    for headers, status in (({}, 401), ({"x-api-key": "sk-1"}, 200)):
-        response = httpx.post(f"{url}/v1/messages", json=body, headers=headers, timeout=HANG_S)
-        assert response.status_code == status
-        if status == 401:
-            assert response.json()["error"]["type"] == "authentication_error"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import HELLO, DecodeDouble, Served, speak
+from tests.fault.router_doubles import HELLO, DecodeDouble, Served
 from worker.api import FinishReason
 
 PROMPT = "hello world"
@@ -16,16 +16,11 @@ def asked(text: Text) -> tuple[int, ...]:
     return text.encode(PROMPT, add_special_tokens=True)
 
 
-def says(double: DecodeDouble, text: Text, answer: str) -> None:
-    tokens = text.encode(answer, add_special_tokens=False)
-    double.script = speak(tokens, kept=True, finish=FinishReason.LENGTH)
-
-
 def test_echo_with_logprobs(
     served: Served, double: DecodeDouble, text: Text, asked: tuple[int, ...], streamed: bool
 ) -> None:
     """As lm-eval asks: the double gives each token -id / 8, the next ids are as likely."""
-    says(double, text, " you")
+    double.says(text, " you", FinishReason.LENGTH)
     body: Any = {"prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 1}
     (choice,), _ = served.told("completions", streamed, **body)
     answer = text.encode(" you", add_special_tokens=False)
@@ -44,7 +39,7 @@ def test_echo_with_logprobs(
 def test_the_prompt_alone(
     served: Served, double: DecodeDouble, text: Text, asked: tuple[int, ...], echo: bool
 ) -> None:
-    says(double, text, " you")
+    double.says(text, " you", FinishReason.LENGTH)
     body: Any = {"prompt": list(asked), "echo": echo, "logprobs": 0, "max_tokens": 0}
     answer = served.post("completions", **body).json()
     (choice,) = answer["choices"]
@@ -62,7 +57,7 @@ def test_the_prompt_alone(
 def test_prompt_logprobs_as_vllm_has_them(
     served: Served, double: DecodeDouble, text: Text, path: str
 ) -> None:
-    says(double, text, "ok")
+    double.says(text, "ok", FinishReason.LENGTH)
     body: Any = {"prompt": PROMPT} if path == "completions" else {"messages": HELLO}
     answer = served.post(path, **body, prompt_logprobs=2, n=2).json()
     prompt = double.take()[1].tokens
@@ -79,7 +74,7 @@ def test_prompt_logprobs_as_vllm_has_them(
 
 
 def test_each_prompt_has_its_own(served: Served, double: DecodeDouble, text: Text) -> None:
-    says(double, text, "ok")
+    double.says(text, "ok", FinishReason.LENGTH)
     prompts = [[5, 6, 7, 8], [9], [10, 11]]
     body: Any = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": 0}
     choices = served.post("completions", **body).json()["choices"]

@@ -46,17 +46,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
     return Text(make_model(tmp_path_factory.mktemp("model"), QWEN, words, 2048))
 
 
-def says(
-    double: DecodeDouble, text: Text, answer: str, finish: FinishReason = FinishReason.STOP
-) -> None:
-    tokens = text.encode(answer, add_special_tokens=False)
-    double.script = speak(tokens, kept=True, cached=4, finish=finish)
-
-
-def prompt_of(double: DecodeDouble, text: Text) -> str:
-    return text.decode(double.take()[1].tokens, skip_special_tokens=False)
-
-
 def told(client: openai.OpenAI, streamed: bool, **asked: Any) -> Response:
     """The response; of a stream the last event's, when all others have said the same."""
     asked = {"model": "small", "input": "hello", **asked}
@@ -90,7 +79,7 @@ def told(client: openai.OpenAI, streamed: bool, **asked: Any) -> Response:
 def test_a_response(
     client: openai.OpenAI, double: DecodeDouble, text: Text, streamed: bool
 ) -> None:
-    says(double, text, "Hi there.")
+    double.says(text, "Hi there.")
     asked: Any = {"instructions": "be good", "max_output_tokens": 9, "metadata": {"a": "b"}}
     response = told(client, streamed, **asked)
     generate = double.take()[1]
@@ -110,7 +99,7 @@ def test_a_response(
 def test_reasoning_text_and_calls(
     client: openai.OpenAI, double: DecodeDouble, text: Text, streamed: bool
 ) -> None:
-    says(double, text, f"{THOUGHT}So.\n{CALL}\n{CALL}")
+    double.says(text, f"{THOUGHT}So.\n{CALL}\n{CALL}")
     response: Any = told(client, streamed, tools=[TOOL])
     kinds = ["reasoning", "message", "function_call", "function_call"]
     assert [item.type for item in response.output] == kinds
@@ -124,7 +113,7 @@ def test_reasoning_text_and_calls(
 
 
 def test_items_become_a_chat(client: openai.OpenAI, double: DecodeDouble, text: Text) -> None:
-    says(double, text, "ok")
+    double.says(text, "ok")
     call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
     items: Any = [
         {"role": "developer", "content": "be good"},
@@ -136,7 +125,7 @@ def test_items_become_a_chat(client: openai.OpenAI, double: DecodeDouble, text: 
         {"role": "assistant", "content": "Sun."}, {"role": "user", "content": "And?"},
     ]  # fmt: skip
     told(client, False, input=items)
-    assert prompt_of(double, text) == (
+    assert double.prompt(text) == (
         "<|im_start|>system\nbe good<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
         "<|im_start|>assistant\nlook<tool_call>\nweather {}\n</tool_call><|im_end|>\n"
         "<|im_start|>tool\nsun<|im_end|>\n<|im_start|>assistant\nSun.<|im_end|>\n"
@@ -147,24 +136,24 @@ def test_items_become_a_chat(client: openai.OpenAI, double: DecodeDouble, text: 
 def test_a_response_goes_on_with_the_one_before(
     client: openai.OpenAI, double: DecodeDouble, text: Text, streamed: bool
 ) -> None:
-    says(double, text, CALL)
+    double.says(text, CALL)
     first: Any = told(client, streamed, instructions="be good", tools=[TOOL])
-    prompt_of(double, text)
+    double.prompt(text)
     output: Any = {
         "type": "function_call_output", "call_id": first.output[0].call_id, "output": "7"
     }  # fmt: skip
-    says(double, text, "It is 7.")
+    double.says(text, "It is 7.")
     more = {"input": [output], "previous_response_id": first.id}
     second = told(client, streamed, **more)
     assert second.previous_response_id == first.id
-    assert prompt_of(double, text) == (
+    assert double.prompt(text) == (
         "<|im_start|>user\nhello<|im_end|>\n"
         '<|im_start|>assistant\n<tool_call>\nweather {"city": "é"}\n</tool_call><|im_end|>\n'
         "<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n"
     )
     assert client.responses.retrieve(second.id).output_text == "It is 7."
     told(client, streamed, previous_response_id=second.id)
-    assert prompt_of(double, text).endswith(
+    assert double.prompt(text).endswith(
         "tool\n7<|im_end|>\n<|im_start|>assistant\nIt is 7.<|im_end|>\n"
         "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -173,7 +162,7 @@ def test_a_response_goes_on_with_the_one_before(
 def test_what_is_kept_can_be_read_and_deleted(
     client: openai.OpenAI, double: DecodeDouble, text: Text
 ) -> None:
-    says(double, text, "ok")
+    double.says(text, "ok")
     made = told(client, False, instructions="a")
     assert client.responses.retrieve(made.id).model_dump() == made.model_dump()
     (item,) = client.responses.input_items.list(made.id).data
@@ -193,14 +182,14 @@ def test_what_is_kept_can_be_read_and_deleted(
 def test_a_cut_answer_is_incomplete(
     client: openai.OpenAI, double: DecodeDouble, text: Text, streamed: bool
 ) -> None:
-    says(double, text, "one", FinishReason.LENGTH)
+    double.says(text, "one", FinishReason.LENGTH)
     response: Any = told(client, streamed)
     assert (response.status, response.output[0].status) == ("incomplete", "incomplete")
     assert response.incomplete_details.reason == "max_output_tokens"
 
 
 def test_logprobs(client: openai.OpenAI, double: DecodeDouble, text: Text, streamed: bool) -> None:
-    says(double, text, "one two")
+    double.says(text, "one two")
     asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     response: Any = told(client, streamed, **asked)
     scored = response.output[0].content[0].logprobs
@@ -211,7 +200,7 @@ def test_logprobs(client: openai.OpenAI, double: DecodeDouble, text: Text, strea
 def test_structured_output_and_effort(
     client: openai.OpenAI, double: DecodeDouble, text: Text
 ) -> None:
-    says(double, text, "{}")
+    double.says(text, "{}")
     schema = {"type": "object", "properties": {}}
     form = {"type": "json_schema", "name": "a", "schema": schema, "strict": True}
     told(client, False, text={"format": form}, reasoning={"effort": "none"})
@@ -222,7 +211,7 @@ def test_structured_output_and_effort(
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_allowed_tools(client: openai.OpenAI, double: DecodeDouble, text: Text, mode: str) -> None:
-    says(double, text, CALL)
+    double.says(text, CALL)
     choice = {
         "type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "weather"}],
     }  # fmt: skip
@@ -309,7 +298,7 @@ def test_mistakes_name_the_field(served: Served, wrong: dict[str, Any], param: s
 
 
 def test_what_has_no_effect_is_told(served: Served, double: DecodeDouble, text: Text) -> None:
-    says(double, text, "ok")
+    double.says(text, "ok")
     asked: Any = {"reasoning": {"summary": "auto"}, "text": {"verbosity": "low"}, "user": "me"}
     response = served.post("responses", input="a", max_tool_calls=3, **asked)
     told = set(response.headers["x-kvlane-unknown-fields"].split(", "))
@@ -344,7 +333,7 @@ def test_another_router_finds_what_one_has_stored(text: Text, tmp_path: Path, ac
             made = client.responses.create(model="small", input="a")
             until(lambda: is_known(other, made.id))
             more = other.responses.create(model="small", input="b", previous_response_id=made.id)
-            assert "one<|im_end|>" in [prompt_of(double, text) for _ in range(2)][1]
+            assert "one<|im_end|>" in [double.prompt(text) for _ in range(2)][1]
             assert other.responses.retrieve(more.id).previous_response_id == made.id
             with pytest.raises(openai.NotFoundError):
                 client.responses.retrieve(more.id)  # the first has not heard of the second

@@ -4,15 +4,13 @@ import json
 from typing import Any
 from unittest import mock
 
-import openai
 import pytest
 from llguidance import LLTokenizer
-from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
 from router.text.tokenizer import Text
 from router.text.trial import Trials
-from tests.fault.router_doubles import HELLO, KEEP, DecodeDouble, Served, accepts, speak
+from tests.fault.router_doubles import HELLO, KEEP, DecodeDouble, Served, accepts
 from worker.errors import Busy
 
 
@@ -80,22 +78,6 @@ def test_wishes_become_grammars(
     grammar = double.take()[1].sampling.grammar
     assert [output for output in good if not accepts(tokenizer, grammar, output)] == []
     assert [output for output in bad if accepts(tokenizer, grammar, output)] == []
-
-
-def test_parse_of_the_client_plain_and_streamed(
-    client: openai.OpenAI, double: DecodeDouble, text: Text, served: Served
-) -> None:
-    double.script = speak(text.encode(PLAN, add_special_tokens=False))
-    asked: Any = {"model": "small", "messages": HELLO, "response_format": Plan}
-    found = client.chat.completions.parse(**asked).choices[0].message.parsed
-    assert found == Plan.model_validate_json(PLAN)
-    with client.chat.completions.stream(**asked) as stream:
-        for event in stream:
-            if event.type == "chunk":
-                ChatCompletionChunk.model_validate(event.chunk.model_dump())
-        choice = stream.get_final_completion().choices[0]
-    assert (choice.message.parsed, choice.finish_reason) == (found, "stop")
-    assert (choice.message.content, event.type) == (PLAN, "content.done")
 
 
 def test_a_client_that_finds_too_many_grammars_is_told_when_to_come_back(

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionCaps
 from worker.attention.by_length import ByLengthAttention
 from worker.attention.flashinfer import NUM_SLOTS, FlashInferAttention, Slot
+from worker.config.backends import ATTENTION
 
 
 class Wrapper:

@@ -89,7 +89,3 @@ class Prometheus:
         self._client.close()
         self._process.terminate()
         self._process.wait(30)
-
-
-def scraping(target: str) -> list[dict[str, Any]]:
-    return [{"job_name": "kvlane", "static_configs": [{"targets": [target]}]}]

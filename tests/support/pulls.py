@@ -68,7 +68,7 @@ class WrappedPull:
 
 class WrappedPeer:
     def __init__(self, peer: Peer, wrap: Callable[[Pull], Pull]) -> None:
-        self._peer, self._wrap, self.road = peer, wrap, peer.road
+        self._peer, self._wrap, self.transport = peer, wrap, peer.transport
 
     def pull(self, runs: Sequence[Run]) -> Pull:
         return self._wrap(self._peer.pull(runs))
@@ -81,7 +81,7 @@ class ScriptedSource:
     """A prefill worker as pages are pulled from it: every pull begins in `state`."""
 
     def __init__(self, state: PullState = OK) -> None:
-        self.state, self.road = state, "shm/shm"
+        self.state, self.transport = state, "shm/shm"
         self.pulls: list[ScriptedPull] = []
         self.pulled: list[tuple[int, int, int]] = []  # (local page, remote page, layer group)
         self.states: list[tuple[int, int]] = []  # (local slot, remote slot)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from tests.support.lockstep import DECODE, Lockstep
+from worker.draw.logprobs import Scores
 from worker.draw.sampler import Result
 from worker.forward.draws import Masks
 from worker.plan import Plan, Tail
@@ -163,5 +164,5 @@ def replay(made: Lockstep, *, steps: bool, chunks: str) -> None:
 
 
 def copy_of(result: Result) -> Result:
-    each = result.drawn, result.values, result.ids
-    return Result(*(None if x is None else x.clone() for x in each))  # type: ignore[arg-type]
+    scores = None if result.scores is None else Scores(*(x.clone() for x in result.scores))
+    return Result(result.drawn.clone(), scores)

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from worker.ops.scaled import BLOCK, eight_bits, scaled_product_ref
+from worker.config.checkpoint.quantization import SCALE_BLOCK
+from worker.ops.scaled import eight_bits, scaled_product_ref
 
 
 def product_of(x: Tensor, *rest: Any, by: Callable[..., Any] = scaled_product_ref) -> Any:
@@ -19,5 +20,5 @@ def worth(values: Tensor, scales: Tensor) -> Tensor:
     n, k = values.shape
     whole = scales.double().repeat_interleave(n // len(scales), 0)
     if scales.shape[1] > 1:
-        whole = whole.repeat_interleave(BLOCK, 1)[:, :k]
+        whole = whole.repeat_interleave(SCALE_BLOCK, 1)[:, :k]
     return values.double() * whole

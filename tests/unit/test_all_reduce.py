@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.support import pairwise
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
+from tests.support.peer_interpreted import access_by_interpreter
 from tests.support.processes import run_ranks
 from worker.ops.jit import HAS_TRITON
 from worker.ops.launch import power_of_two
@@ -36,6 +37,9 @@ from worker.peers.peer_layout import (
     share_of,
     two_shot_tiles,
 )
+
+if INTERPRETED:  # in ranks' processes too, which import this file
+    access_by_interpreter(all_reduce)
 
 HANG_NS = 60 * 10**9
 BUFFER_BYTES = 1 << 20
@@ -224,15 +228,20 @@ else:
     def hold(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments: (time.sleep(0.02), function(*arguments))[1]
 
+    def hold_shared(load: Callable[..., Any]) -> Callable[..., Any]:
+        held = hold(load)
+        return lambda at, mask, shared=False: (held if shared else load)(at, mask, shared)
+
     def sum_in_hard_times(rank: int, regions: list[Tensor], path: str) -> None:
         """Ranks come late to a call, and are slow to read; by the kernels in a file."""
         here = Rank(rank, regions, limit_ns=10**9)
         spec = spec_from_file_location("changed_kernels", path)
         kernels: Any = module_from_spec(spec)
         spec.loader.exec_module(kernels)
+        access_by_interpreter(kernels)
         if rank == 0:  # slow to read what has come
             kernels.poll_chunks = hold(kernels.poll_chunks)
-            kernels.load_peer_chunks = hold(kernels.load_peer_chunks)
+            kernels.load_chunks = hold_shared(kernels.load_chunks)
         for call in range(5):
             parts = parts_of(3 * call, here.world, (1, 64), torch.float32)
             if rank == 1:  # late to the call

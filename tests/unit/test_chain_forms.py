@@ -20,8 +20,8 @@ from worker.drafts.chain import ChainDrafter
 from worker.drafts.drafter_config import read_chain_shape
 from worker.errors import Unsupported, UserError
 from worker.model.decoder import Decoder
-from worker.model.layers import Placement
 from worker.model.load import load_model
+from worker.model.placement import Placement
 from worker.peers.base import SingleCollective
 from worker.start.digest import part_sums, weights_digest
 
@@ -71,7 +71,7 @@ def write_case(path: Path, case: str) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def target() -> Decoder:
-    return load_model(Path(), TARGET, PLACEMENT, load_format="dummy")
+    return load_model(Path(), TARGET, PLACEMENT, noise=0)
 
 
 def load(path: Path, target: Decoder, **options: Any) -> ChainDrafter:

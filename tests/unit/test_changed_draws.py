@@ -140,7 +140,7 @@ else:
             mock.patch.multiple(draw, DRAW_BLOCK=128, SEARCH_BLOCK=128),
             mock.patch.object(changes_triton, "STUCK_BLOCK", 128),
             mock.patch.multiple(draw_rows, BLOCK=4, NUM_PROGRAMS=6),
-            mock.patch.object(logprobs_triton, "BLOCK", 128),
+            mock.patch.object(logprobs_triton, "VOCAB_BLOCK", 128),
         ):
             yield
 

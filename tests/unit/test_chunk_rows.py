@@ -124,38 +124,6 @@ if not INTERPRETED:
             assert column.is_contiguous()
             assert column.data_ptr() % 16 == 0
 
-else:
-
-    @pytest.mark.parametrize("new", [False, True])
-    @pytest.mark.parametrize(
-        ("counts", "num_rows", "num_tables", "num_pages"),
-        [
-            ([1], 1, 1, 1), ([5], 16, 4, 8), ([130], 200, 4, 20), ([128], 128, 1, 40),
-            ([1, 3, 125, 9, 40], 190, 5, 13), ([2] * 9, 18, 9, 4),
-        ],
-    )  # fmt: skip
-    def test_the_kernel_matches_its_twin(counts, num_rows, num_tables, num_pages, new) -> None:
-        sent, table = inputs(counts, num_tables, new=new)
-        found, wanted = [
-            (torch.full((3, 256), -5), table.clone(), torch.full((num_tables, num_pages), -5).int())
-            for _ in range(2)
-        ]
-        for op, (out, pages, tables) in (
-            (chunk_rows_triton.chunk_rows_triton, found),
-            (chunk_rows.chunk_rows_ref, wanted),
-        ):
-            op(sent, pages, PAGE_SIZE, out, num_rows, tables)
-        for mine, other in zip(found, wanted, strict=True):
-            assert torch.equal(mine, other)
-        num_tokens = sum(counts)
-        assert found[0][0, :num_tokens].tolist() == [5 + 7 * i for i in range(num_tokens)]
-        assert not found[0][:, num_tokens:num_rows].any()
-        assert (found[0][:, num_rows:] == -5).all()
-        assert (found[0][2, :num_rows] < (1 << 30)).all(), "a page that was new by then"
-        assert torch.equal(found[1], table) != new
-        assert torch.equal(found[2][: len(counts)], found[1][3:, :num_pages])
-        assert not found[2][len(counts) :].any()
-
 
 def random_plan(rng: random.Random, num_rows: int, max_pages: int, max_tokens: int) -> Plan:
     """Chunks of rows, some of which have several, and pages of rows with and without any."""

@@ -20,9 +20,8 @@ from cluster.diagnose.checks import check_model, check_port, of_start
 from cluster.diagnose.facts import count_gpus, read_facts
 from cluster.diagnose.finding import refuse
 from tests.support.commands import REPOSITORY
-from worker.attention.backends import ATTENTION
+from worker.config.backends import ATTENTION
 from worker.errors import UserError
-from worker.transfer import mooncake_libraries
 from worker.transfer.base import KINDS, TRANSPORTS
 from worker.transfer.mooncake_engine import SELECTION
 from worker.weights.files import INDEX_NAME
@@ -106,13 +105,6 @@ def test_windows_fit_into_a_drafter_s_block() -> None:
     for field, value in (("widths", "[1,16]"), ("block", "16")):
         with pytest.raises(UserError, match=f"spec.{field}: 16, but the drafter's block has 8"):
             fits(on, f"spec.{field}={value}")
-
-
-def test_what_is_right_passes() -> None:
-    check()
-    check("transport.name=mooncake")
-    check("decode.tp=2", "prefill.tp=2")
-    fits()
 
 
 @pytest.mark.parametrize(
@@ -265,21 +257,6 @@ def test_an_architecture_that_cannot_be_served_is_told(model: Path) -> None:
 def test_a_length_beyond_the_model_s_is_told() -> None:
     says = "model.max_model_len: is 999999, but the model has "
     assert model_refused(TINY, "model.max_model_len=999999").startswith(says)
-
-
-def test_system_libraries_of_mooncake_are_named_together() -> None:
-    told = """
-        libibverbs.so.1 => not found
-        libnuma.so.1 => not found
-        libcurl.so.4 => /lib/x86_64-linux-gnu/libcurl.so.4 (0x00007f3bcb54f000)
-        libcudart.so.13 => not found
-    """
-    with pytest.raises(UserError) as caught:
-        mooncake_libraries.check_links(told)
-    assert str(caught.value) == (
-        "mooncake needs the system libraries libibverbs.so.1, libnuma.so.1: "
-        "apt-get install -y --no-install-recommends libibverbs1 libnuma1"
-    )
 
 
 def test_tables_of_names_agree_with_what_they_name() -> None:

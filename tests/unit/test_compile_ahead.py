@@ -3,8 +3,6 @@
 Without a GPU: only the driver that describes one is a double, the compiler is Triton's own.
 """
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -83,40 +81,6 @@ def test_each_kernel_is_compiled_and_loaded_once_and_none_runs(driver: Hopper):
     with pytest.raises(AssertionError, match="launched"):
         norm_and_gate(16)
     assert len(driver.loaded) == 2
-
-
-def test_one_thread_at_a_time_parses_python(monkeypatch: pytest.MonkeyPatch):
-    """Python up to 3.11.7 counts the depth of all threads in one number: a rare SystemError."""
-    owner = triton.runtime.jit.JITCallable
-    parse, parsing, together = owner.parse, set[int](), set[int]()
-
-    def slow(kernel: object) -> object:
-        parsing.add(threading.get_ident())
-        together.update(parsing if len(parsing) > 1 else ())
-        time.sleep(0.02)
-        parsing.discard(threading.get_ident())
-        return parse(kernel)
-
-    monkeypatch.setattr(owner, "parse", slow)
-    with mock.patch("os.sched_getaffinity", return_value=range(8)):
-        assert compile_ahead(lambda: norm_and_gate(16)) == 2
-    assert not together
-
-
-def test_a_parse_that_another_thread_has_disturbed_is_done_again(monkeypatch: pytest.MonkeyPatch):
-    """As where it prints a traceback."""
-    owner, disturbed = triton.runtime.jit.JITCallable, list[object]()
-    parse = owner.parse
-
-    def parse_disturbed_once(kernel: object) -> object:
-        if kernel not in disturbed:
-            disturbed.append(kernel)
-            raise SystemError("AST constructor recursion depth mismatch (before=165, after=32)")
-        return parse(kernel)
-
-    monkeypatch.setattr(owner, "parse", parse_disturbed_once)
-    assert compile_ahead(lambda: norm_and_gate(16)) == 2
-    assert disturbed
 
 
 def test_ids_that_a_kernel_would_have_written_are_valid(monkeypatch: pytest.MonkeyPatch):

@@ -186,23 +186,6 @@ def test_layers_that_differ_are_compiled_apart(alone: Bench) -> None:
     assert not torch.equal(found, other)
 
 
-def test_pieces_hold_no_layer_and_end_where_attention_begins(alone: Bench) -> None:
-    pieces: list[GraphModule] = []
-    loaded = alone.engine.runner.loaded
-    forward = forward_of(loaded.model, "plain", pieces)
-    alone.run(Uncaptured(loaded, forward).launch, layouts(20, 1, 0), 20)
-    ops = [[node.target for node in piece.graph.nodes] for piece in pieces]
-    assert [each.count(PRODUCT) for each in ops] == [1, 3, 2]
-    assert [each.count(RMS_NORM) + each.count(ADD_RMS_NORM) for each in ops] == [1, 2, 2]
-    assert [each.count(GATED_PRODUCT) for each in ops] == [0, 1, 1]
-    assert not any(ATTEND in each for each in ops)
-    calls = [node.target for node in forward._split.graph.nodes if node.op == "call_module"]
-    modules = [forward._split.get_submodule(str(name)) for name in calls]
-    is_piece = [not isinstance(module, GraphModule) for module in modules]
-    assert is_piece == [True, False] * loaded.model.shape.num_layers + [True]
-    assert len(set(modules[::2])) == 3
-
-
 def test_a_trace_that_holds_for_some_numbers_of_tokens_is_refused() -> None:
     def forward(hidden: Tensor, positions: Tensor) -> Tensor:
         return (hidden * 2 if hidden.shape[0] > 20 else hidden) + positions[:, None]

@@ -17,7 +17,7 @@ from worker.attention.build import build_attentions
 from worker.cache.layout import KVLayout
 from worker.cache.pool import KVPool
 from worker.config.checkpoint.mask import KeyMask
-from worker.config.checkpoint.scaling import RopeScaling
+from worker.config.checkpoint.rope_fields import RopeScaling
 from worker.config.checkpoint.shape import ModelShape, read_model_shape
 from worker.drafts.build import regions
 from worker.drafts.dflash import DFlashDrafter
@@ -26,8 +26,8 @@ from worker.drafts.drafter_shape import DFlashShape
 from worker.errors import Unsupported, UserError
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
-from worker.model.layers import Placement
 from worker.model.load import load_model
+from worker.model.placement import Placement
 from worker.peers.base import SingleCollective
 
 FULL = "full_attention"

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from tests.support import identity
 from worker.config import ModelConfig
+from worker.config.checkpoint.experts import ExpertShape
 from worker.config.checkpoint.quantization import Quantization
 from worker.config.checkpoint.shape import read_model_shape
-from worker.model.layers import Placement
 from worker.model.load import load_model
+from worker.model.placement import Placement
 from worker.peers.base import SingleCollective
 from worker.start.digest import (
     NOT_OF_KV,
@@ -116,26 +117,6 @@ def test_the_sums_of_parts_add_up_to_that_of_the_whole() -> None:
         assert int(torch.stack(parts).sum()) == total(tensor)
 
 
-def test_the_sum_is_the_one_that_its_docstring_says() -> None:
-    """In Python's integers, so that a device, or a torch, that adds otherwise is noticed."""
-    mask = (1 << 64) - 1
-
-    def factor(number: int, kind: int) -> int:
-        x = (number * 0x9E3779B97F4A7C15 + kind * 2862933555777941757) & mask
-        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
-        x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
-        return x ^ x >> 31 | 1
-
-    tensor = torch.tensor([[1.5, -2.0], [0.0, -1e30], [3.0, 1e-40]])
-    bits = tensor.view(torch.int32).tolist()
-    expected = sum(
-        bits[row][column] * factor(row, 1) * factor(column, 2)
-        for row in range(3)
-        for column in range(2)
-    )
-    assert total(tensor) & mask == expected & mask
-
-
 def test_of_the_configuration_what_kv_depends_on_counts() -> None:
     digests = {model_digest(SPEC, "w"), model_digest(SPEC, "v")}
     for field in dataclasses.fields(SPEC):
@@ -147,6 +128,8 @@ def test_of_the_configuration_what_kv_depends_on_counts() -> None:
                 other = (7,)
             case None if field.name == "quantization":
                 other = Quantization("e4m3", 128)
+            case None if field.name == "experts":
+                other = ExpertShape(4, 2, 128, renormalizes=True)
             case None:
                 other = "another"
             case _:
@@ -174,3 +157,14 @@ def test_bundled_models_are_what_they_were_to_workers_of_an_older_version():
     found = identity.identities(("bfloat16",))
     assert len(found) == 2 * len(identity.MODELS)
     assert found == {name: recorded[name] for name in found}
+
+
+def test_what_experts_say_beyond_the_usual_is_in_the_digest():
+    plain = read_model_shape(ModelConfig(path="tiny-moe").directory)
+    assert plain.experts is not None
+    others = [
+        dataclasses.replace(plain, experts=plain.experts._replace(**{field: value}))
+        for field, value in (("scoring", "sigmoid"), ("is_biased", True), ("factor", 2.5))
+    ]
+    digests = {model_digest(shape, "") for shape in (plain, *others)}
+    assert len(digests) == 1 + len(others)

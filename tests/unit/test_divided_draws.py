@@ -22,7 +22,8 @@ from worker.drafts import draft_draws, draft_draws_triton
 from worker.draw import sampler
 from worker.draw import sampler_triton as draw
 from worker.draw.sampler import SamplingRows
-from worker.model.layers import Placement, VocabParallelEmbedding
+from worker.model.layers import VocabParallelEmbedding
+from worker.model.placement import Placement
 from worker.ops import best_pairs, best_pairs_triton
 from worker.ops.best_pairs import VocabPart
 from worker.plan import Tail
@@ -44,7 +45,7 @@ def small_blocks() -> Iterator[None]:
     with (
         mock.patch.object(draw, "DRAW_BLOCK", 64),
         mock.patch.object(draft_draws_triton, "BLOCK", 64),
-        mock.patch.object(best_pairs_triton, "BLOCK", 4),
+        mock.patch.object(best_pairs_triton, "ROWS", 4),
     ):
         yield
 

@@ -17,14 +17,16 @@ from torch import Tensor
 from tests.support.interpreted import INTERPRETED, WHY, compiling
 from tests.support.pairwise import in_whole
 from worker.config.checkpoint.experts import ExpertShape, Held
+from worker.config.checkpoint.quantization import SCALE_BLOCK
+from worker.errors import Unsupported
 from worker.ops import scaled_triton
 from worker.ops.experts import product_triton, route_triton
+from worker.ops.experts.computed import refuse_others
 from worker.ops.experts.product import expert_products_ref
 from worker.ops.experts.product_triton import choose, expert_products_triton
 from worker.ops.experts.route import new_load, route_ref
 from worker.ops.experts.route_triton import route_triton as route
-from worker.ops.scaled import BLOCK
-from worker.weights.eight_bits import quantized
+from worker.weights.eight_bits import as_e4m3
 
 pytest.importorskip("triton", reason=WHY)
 pytestmark = [  # of numpy, in the interpreter
@@ -36,6 +38,7 @@ pytestmark = [  # of numpy, in the interpreter
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 0.03}
 SINK = 16
 CPU = torch.device("cpu")
+ALL = Held(0, 4)
 
 
 def noise(*sizes: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -46,7 +49,7 @@ def noise(*sizes: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 def in_eight_bits(stack: Tensor, grain: int = 16) -> tuple[Tensor, Tensor]:
     """Matrices [count, n, k] in e4m3, and their scales."""
     count, n, k = stack.shape
-    return quantized(stack.float(), (count, n // grain, -(-k // BLOCK)))
+    return as_e4m3(stack.float(), (count, n // grain, -(-k // SCALE_BLOCK)))
 
 
 def test_a_nan_wins_after_all_numbers_and_ties_go_to_the_lower_index() -> None:
@@ -59,6 +62,45 @@ def test_a_nan_wins_after_all_numbers_and_ties_go_to_the_lower_index() -> None:
         assert routes.ids.tolist() == [[3, 0, 1], [0, 1, 2]]
         assert routes.weights[1].isnan().all()
         assert routes.weights[0].sum() == pytest.approx(1)
+
+
+OTHERS = {
+    "scoring": "tanh", "is_biased": True, "num_groups": 4, "factor": 2.5, "activation": "gelu",
+    "limit": 7.0,
+}  # fmt: skip
+
+
+def test_experts_that_a_device_would_not_compute_are_refused_by_field_and_value() -> None:
+    plain = ExpertShape(8, 2, 16, renormalizes=True)
+    for device in (CPU, torch.device("cuda")):
+        refuse_others(plain, device)
+        for field, value in OTHERS.items():
+            if device == CPU and field in ("is_biased", "factor"):
+                refuse_others(plain._replace(**{field: value}), device)
+                continue
+            with pytest.raises(Unsupported, match=f"{field} {value!r} on {device.type}"):
+                refuse_others(plain._replace(**{field: value}), device)
+    # No other field changes what is computed unless num_groups does.
+    later = ExpertShape._fields[ExpertShape._fields.index("scoring") :]
+    assert {*OTHERS, "top_groups"} == {*later}
+
+
+def test_a_bias_counts_in_the_choice_and_a_factor_in_the_weights() -> None:
+    shape = ExpertShape(4, 2, 16, renormalizes=False)
+    x, gate, held = (
+        torch.eye(4)[:1],
+        torch.tensor([[0.0, 1.0, 2.0, 3.0]]).t() @ torch.ones(1, 4),
+        ALL,
+    )
+    plain = route_ref(x, gate, None, 0, shape, held, new_load(held, CPU))
+    bias = torch.tensor([1.0, 0.0, 0.0, -1.0])
+    biased = route_ref(
+        x, gate, None, 0, shape._replace(factor=2.5), held, new_load(held, CPU), bias
+    )
+    assert (plain.ids.tolist(), biased.ids.tolist()) == ([[3, 2]], [[0, 2]])
+    scores = torch.tensor([0.0, 1.0, 2.0, 3.0]).softmax(0)
+    torch.testing.assert_close(plain.weights[0], scores[[3, 2]])
+    torch.testing.assert_close(biased.weights[0], 2.5 * scores[[0, 2]])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 64, 128, 300, 8192])

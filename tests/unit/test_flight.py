@@ -11,7 +11,7 @@ from worker.observe.meter import StepMeter
 from worker.observe.metrics import WorkerMetrics
 from worker.plan import Chunk, Plan
 from worker.run import flight as module
-from worker.run.flight import POLL_S, SLACK_S, Flight
+from worker.run.flight import POLL_S, SLACK_S, Flight, MaskedStep
 from worker.run.stream import CpuStream
 
 STEP_S, LAUNCH_S = 0.007, 0.0008
@@ -173,6 +173,23 @@ def test_a_step_that_tells_its_end_is_not_asked_for_it(device: Device) -> None:
     ends = [step.ends_at for step in device.launched]
     late = [at - end for end, at in zip(ends, device.settled_at, strict=False)]
     assert max(late) <= 1e-4
+
+
+def test_the_tail_of_a_masked_step_is_due_until_it_is_launched(device: Device) -> None:
+    flight, plan = device.flight, Plan(1, decode=(1,), masked=True)
+    flight.waits = False
+    masked = MaskedStep(plan, None)
+    flight.launched(masked, LAUNCH_S)
+    assert flight.tail_due is None, "the step before may run still"
+    assert flight.take_ended() is None
+    assert flight.tail_due is masked
+    with pytest.raises(AssertionError, match="tail"):
+        flight.take_ended()
+    whole: Any = Step(plan, device.clock, 0.0, STEP_S)
+    flight.tail_launched(whole)
+    assert flight.tail_due is None
+    assert flight.take_ended() is whole
+    assert not flight.busy
 
 
 def test_work_of_the_cpu_tells_its_end_once() -> None:

@@ -122,21 +122,3 @@ def test_a_grammar_whose_mask_takes_too_long_ends_its_requests_alone(
     assert not (words[3] == -1).all()
     with pytest.raises(UserError, match="too slow"):
         grammars.matcher(DIGITS, ())
-
-
-def test_masks_that_are_slow_each_time_end_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars, clock_s = made(), [0.0]
-    slow, usual = grammars.matcher(DIGITS, ()), grammars.matcher(WORD, ())
-    fill = grammar.bitmask.fill_next_token_bitmask
-
-    def timed_fill(matcher: LLMatcher, lines: Any) -> None:
-        clock_s[0] += 0.1 if matcher is slow._matcher else 0.015
-        fill(matcher, lines)
-
-    monkeypatch.setattr(grammar.bitmask, "fill_next_token_bitmask", timed_fill)
-    monkeypatch.setattr(grammar.time, "thread_time", lambda: clock_s[0])
-    num_steps = next(i for i in range(99) if grammars.masks([slow, usual]) and slow.error)
-    assert 4 < num_steps < 10
-    for _ in range(99):
-        grammars.masks([usual])
-    assert usual.error is None

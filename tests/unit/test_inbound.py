@@ -1,6 +1,4 @@
-"""A token that comes with the KV: taken once, never asked for again, and never waited for in vain.
-
-How soon decode looks again at pulls that run: soon after they began, then by their age.
+"""Announcements that decode may not believe: of others, forged, or of what cannot be.
 
 Decode's side of the pull protocol alone; the test is every prefill worker, and pulls end at once.
 """
@@ -12,10 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.pulls import OK, PAGE_SIZE, RUNNING, VOCAB, DecodeSide, ScriptedSource
-from worker.api import Error, KVReady, Prefill, PrefillRefused, Sampling
+from tests.support.pulls import PAGE_SIZE, VOCAB, DecodeSide
+from worker.api import Error, KVReady, PrefillRefused, Sampling
 from worker.transfer.fetch import Fetch
-from worker.transfer.inbound import LONGEST_POLL_S, YOUNG_S, poll_after_s
 from worker.transfer.seal import sealed
 
 TOKEN = 700
@@ -27,12 +24,9 @@ GROUPS = 2
 class Decode(DecodeSide):
     """One request that is fetched."""
 
-    def __init__(
-        self, num_tokens: int, sampling: Sampling = PLAIN, *, prefill_draws: bool = True,
-        span: int = 0,
-    ) -> None:  # fmt: skip
-        super().__init__(GROUPS, draws=prefill_draws, span=span)
-        self.req = self.request(num_tokens, sampling)
+    def __init__(self, num_tokens: int = 40, span: int = 0) -> None:
+        super().__init__(GROUPS, draws=True, span=span)
+        self.req = self.request(num_tokens, PLAIN)
         self.start(self.req, PEERS)
 
     def tell(self, first: int, num_pages: int, groups: range = range(GROUPS), **more: Any) -> bool:
@@ -79,20 +73,23 @@ def test_pages_that_nobody_will_read_are_not_pulled(landed: int) -> None:
     book.bind(hold, 166)
 
 
-def test_messages_of_older_versions_are_read() -> None:
-    decode = Decode(40)
-    asked = msgspec.to_builtins(decode.asked)
-    told = msgspec.to_builtins(KVReady(decode.asked.xfer, 0, (1,), 0, 1, True, 0, 0.5, TOKEN))
-    prefill = msgspec.convert(asked[:5], Prefill)
-    assert (prefill.tokens, prefill.sampling) == (decode.asked.tokens, None)
-    ready = msgspec.convert(told[:-3], KVReady)
-    assert (ready.prefill_s, ready.token, ready.state_slot) == (0.5, None, 0)
-    newer = msgspec.convert([*told, "more"], KVReady)
-    assert newer.token == TOKEN
+def test_an_attempt_that_fails_later_leaves_the_token() -> None:
+    """The next worker makes its KV's beginning, and draws nothing: the hold has no more pages."""
+    decode = Decode()
+    first = decode.asked.xfer
+    assert decode.hears(KVReady(first, 0, (), 0, GROUPS, True, token=TOKEN)) is decode.req
+    decode.inbound.on_lost(PEERS[0])
+    assert not decode.poll()
+    again = decode.asked
+    assert (again.xfer.attempt, again.tokens) == (2, (*range(40), TOKEN))
+    assert again.sampling is None
+    assert decode.hears(KVReady(again.xfer, 0, (1, 2, 3), 0, GROUPS, True, token=6)) is None
+    assert decode.req.tokens == [*range(40), TOKEN]
+    decode.landed()
 
 
 def test_only_who_was_asked_may_answer() -> None:
-    decode = Decode(40)
+    decode = Decode()
     xfer = decode.asked.xfer
     ready = KVReady(xfer, 0, (1, 2, 3), 0, GROUPS, True, token=5)
     assert decode.hears(ready, PEERS[1]) is None
@@ -100,7 +97,7 @@ def test_only_who_was_asked_may_answer() -> None:
     assert not decode.poll()
     assert (decode.asked.xfer, decode.source.pulled) == (xfer, [])
     assert decode.refusals.num_messages == 2
-    assert decode.tell(0, 3, last=True, token=TOKEN)
+    assert decode.hears(ready) is decode.req
     decode.landed()
 
 
@@ -121,7 +118,7 @@ def test_only_who_was_asked_may_answer() -> None:
 )
 def test_an_announcement_that_cannot_be_ends_the_attempt(how: dict[str, Any]) -> None:
     """Its worker has gone bad; what it says must not raise here, and the next one is asked."""
-    decode = Decode(40)
+    decode = Decode()
     ready = KVReady(decode.asked.xfer, 0, (1, 2, 3), 0, GROUPS, True)
     bad = msgspec.structs.replace(ready, **how)
     assert decode.hears(bad) is None
@@ -142,7 +139,7 @@ FORGED: dict[str, Any] = {
 def test_an_announcement_that_is_not_of_who_was_asked_is_dropped(field: str) -> None:
     """The attempt goes on: who was asked says it again."""
     assert {*FORGED, "xfer"} == set(KVReady.__struct_fields__)
-    decode = Decode(40)
+    decode = Decode()
     ready = KVReady(decode.asked.xfer, 0, (1, 2, 3), 0, GROUPS, True, token=TOKEN)
     true = sealed(ready, decode.asked.key)
     forged = {"key": sealed(ready, bytes(32)), "no seal": ready}.get(field)
@@ -158,7 +155,7 @@ def test_an_announcement_that_is_not_of_who_was_asked_is_dropped(field: str) -> 
 
 def test_a_seal_is_of_one_attempt() -> None:
     """Its key is new, and its transfer is in the seal."""
-    decode = Decode(40)
+    decode = Decode()
     first = decode.asked
     decode.inbound.on_lost(PEERS[0])
     decode.poll()
@@ -169,32 +166,3 @@ def test_a_seal_is_of_one_attempt() -> None:
     late = KVReady(again.xfer, 0, (1, 2, 3), 0, GROUPS, True, seal=seal)
     assert decode.inbound.on_ready(decode.peer, late) is None
     assert decode.refusals.num_messages == 1
-
-
-def test_the_wait_is_an_eighth_of_the_youngest_pull_s_age() -> None:
-    decode = DecodeSide(source=ScriptedSource(RUNNING))
-    began_at = time.monotonic()  # pulls that are too old are given up by the same clock
-
-    def begins(number: int, at: float) -> None:
-        decode.start(decode.request(PAGE_SIZE + 1, number=number), PEERS, at)
-        decode.hears(KVReady(decode.asked.xfer, 0, (1 + number,), 0, 1, True))
-        assert not decode.inbound.poll(at)
-
-    def after_s(seconds: float) -> float:
-        return poll_after_s(decode.inbound.pulls_began_at, began_at + seconds)
-
-    def lands(number: int) -> None:
-        decode.source.pulls[number].state = OK
-        assert [fetch.landed for fetch in decode.inbound.poll(began_at + 1)] == [True]
-
-    assert after_s(0) == math.inf
-    begins(0, began_at)
-    assert after_s(0) == after_s(0.9 * YOUNG_S) == 0
-    assert after_s(0.002) == pytest.approx(0.00025)
-    assert after_s(1) == LONGEST_POLL_S
-    begins(1, began_at + 1)
-    assert after_s(1) == 0
-    lands(1)
-    assert after_s(1) == LONGEST_POLL_S  # the first one still runs
-    lands(0)
-    assert after_s(1) == math.inf

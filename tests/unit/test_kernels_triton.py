@@ -251,13 +251,6 @@ else:
         if not normed:
             assert torch.equal(got, wanted)
 
-    def test_a_norm_of_rows_within_wider_ones() -> None:
-        wide, weight = noise(4, 100), noise(60, seed=1)
-        close(
-            norms_triton.rms_norm_triton(wide[:, :60], weight, 1e-6),
-            norms.rms_norm_ref(wide[:, :60], weight, 1e-6),
-        )
-
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("shape", [(1, 8), (3, 2 * 1030), (2, 2, 34)])
     def test_swiglu_matches_its_twin(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -269,12 +262,6 @@ else:
         x, wide = noise(3, 40, dtype=dtype), noise(3, 100, dtype=dtype, seed=1) * 3
         wanted = norms.sigmoid_gate_ref(x, wide[:, 7:47])
         close(norms_triton.sigmoid_gate_triton(x, wide[:, 7:47]), wanted)
-
-    def test_swiglu_of_many_rows_takes_wider_blocks_and_is_the_same() -> None:
-        gate_up = noise(3, 2 * 3000, dtype=torch.bfloat16)
-        few = norms_triton.swiglu_triton(gate_up)
-        with mock.patch.object(norms_triton, "MANY_ROWS", 3):
-            assert torch.equal(norms_triton.swiglu_triton(gate_up), few)
 
     @pytest.mark.parametrize(
         ("shape", "dtype", "normed"),
@@ -386,26 +373,6 @@ else:
         assert disagreements(logits, rows, "random") == 0
         assert disagreements(logits, rows_of(6, temperature=0.0), "greedy") == 0
 
-    def test_of_equal_logits_the_lowest_id_wins() -> None:
-        logits = torch.zeros(3, 2500)
-        logits[1, [700, 2100, 1999]] = 4.0
-        logits[2] = float("-inf")
-        tokens = draw.draw_triton(logits, rows_of(3, temperature=0.0), "random")
-        assert tokens.tolist() == [0, 700, 0]
-
-    @pytest.mark.parametrize("tail", ["random", "filtered"])
-    def test_no_stop_token_is_drawn_below_min_len(tail: Any) -> None:
-        stops = torch.full((4, MAX_STOP_IDS), -1)
-        stops[:, :2] = torch.tensor([3, 1100])
-        rows = rows_of(4, temperature=[0.0, 1.0, 0.0, 1.0], min_len=[99, 99, 0, 0], stop_ids=stops)
-        logits = noise(4, 1200)
-        logits[:, [3, 1100]] = 30.0
-        tokens = draw.draw_triton(logits, rows, tail)
-        wanted = draw_ref(logits, rows, tail)
-        assert torch.equal(tokens, wanted)
-        assert not set(tokens[:2].tolist()) & {3, 1100}
-        assert set(tokens[2:].tolist()) <= {3, 1100}
-
     @pytest.fixture
     def small_blocks() -> Iterator[None]:
         """Several blocks a row, although the rows are short."""
@@ -431,15 +398,3 @@ else:
         logits = (noise(5, 500, seed=1) * scale + 3).to(dtype)
         logits[:, 100] = float("-inf")
         assert disagreements(logits, rows, "filtered") == 0
-
-    def test_rows_may_be_part_of_wider_ones() -> None:
-        wide = noise(3, 1300)
-        rows = rows_of(3, top_p=0.7)
-        got = draw.draw_triton(wide[:, :1201], rows, "filtered")
-        assert torch.equal(got, draw_ref(wide[:, :1201], rows, "filtered"))
-
-    def test_a_row_of_nan_draws_some_token() -> None:
-        logits = torch.full((2, 1100), float("nan"))
-        for tail in ("random", "filtered"):
-            tokens = draw.draw_triton(logits, rows_of(2, top_k=5, top_p=0.5), tail)
-            assert bool(((tokens >= 0) & (tokens < 1100)).all())

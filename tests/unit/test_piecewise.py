@@ -210,14 +210,6 @@ def long(built_long: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return built_long
 
 
-@pytest.mark.parametrize(
-    ("num_reqs", "fixed_shape"), [(1, False), (3, True), *in_whole((3, False), (1, True))]
-)
-def test_long_steps_replay_as_eager_too(long: Bench, num_reqs: int, fixed_shape: bool) -> None:
-    check_laws(long, [32, MAX_TOKENS], num_reqs, 21, fixed_shape=fixed_shape)
-    check_padding(long, layouts(19, num_reqs, 0), 32, fixed_shape=fixed_shape)
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("num_reqs", [1, 2, 4])
 def test_long_steps_have_the_last_hidden_state_of_each_request(long: Bench, num_reqs: int) -> None:

@@ -18,8 +18,7 @@ from worker.draw.sampler import SamplingRows, sample
 from worker.forward.draws import Changes, Masks
 from worker.ops.philox import gumbel_ref
 from worker.plan import TAILS, Plan, RowStart, Tail
-from worker.step.penalties import PenaltyTables
-from worker.step.state import StateShape, StepState
+from worker.step.state import PenaltyTables, StateShape, StepState
 
 VOCAB = 24
 DRAWS = 40_000

@@ -9,11 +9,12 @@ from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.pairwise import in_whole
 from tests.support.products import noise, workspace_of
 from tests.support.scaled import product_of, worth
+from worker.config.checkpoint.quantization import SCALE_BLOCK as BLOCK
 from worker.ops import scaled_triton as tiles
 from worker.ops.jit import HAS_TRITON
 from worker.ops.norms import swiglu_ref
 from worker.ops.norms_triton import add_rms_norm_triton, swiglu_triton
-from worker.ops.scaled import BLOCK, E4M3, eight_bits_ref
+from worker.ops.scaled import E4M3, eight_bits_ref
 from worker.ops.scaled_library import agrees
 from worker.ops.scaled_triton import (
     ScaledTile,

@@ -60,19 +60,19 @@ ROOT_FILES = 13  # of worker, __init__ among them
 
 # What grows unseen if nothing caps it; `tests.support.structure` prints the figures.
 MAX = {
-    "worker": 31_000,
+    "worker": 31_400,
     "router": 11_700,
-    "cluster": 7_400,
+    "cluster": 7_050,
     "product": 50_000,
     "tests": 60_000,
-    "benchmarks": 9_700,
-    "tests / product": 1.25,
-    "wide functions": 28,
-    "each": 830,
+    "benchmarks": 9_100,
+    "tests / product": 1.24,
+    "wide functions": 15,
+    "each": 250,
     "rooms": 21,
     "arrows": 90,
     "files of a decode step": 24,
-    "lines of a decode step": 4_500,
+    "lines of a decode step": 4_150,
 }
 RAISE = "the cap is the result of the third design + 3 %; raise it by an ADR with the count"
 

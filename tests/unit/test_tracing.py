@@ -1,6 +1,5 @@
 """Stages of a request as spans; a collector that is dead; when OpenTelemetry is missing."""
 
-import logging
 import socket
 import threading
 from collections.abc import Iterator
@@ -8,14 +7,12 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-import worker.observe.spans
-import worker.observe.tracing
 from tests.support.collector import collecting
 from tests.support.made_spans import Made
 from tests.support.patience import HANG_S
 from worker.api import Error, Stages
 from worker.config import TracingConfig
-from worker.errors import MissingLibrary, UserError
+from worker.errors import UserError
 from worker.observe.timeline import Timeline
 from worker.observe.tracing import check_tracing, tracer_of
 
@@ -28,35 +25,6 @@ def made() -> Iterator[Made]:
     found = Made()
     yield found
     found.tracer.close()
-
-
-def test_a_stage_begins_where_the_one_before_ended(made: Made) -> None:
-    """Whatever the order of the marks, and whether or not it was left before."""
-    trace = made.tracer.carried(PARENT, 5.0)
-    trace.enter("one", 5.25)
-    trace.leave(6.0)
-    trace.leave(6.5)
-    trace.enter("two", 7.0)
-    trace.enter("three", 7.5)
-    trace.leave(7.25)
-    assert made.spans() == [("one", 0, 1000), ("two", 1000, 2500), ("three", 2500, 2500)]
-
-
-def test_stages_within_a_stage_end_with_it(made: Made) -> None:
-    trace = made.tracer.carried(PARENT, 1.0)
-    trace.enter("prefill", 1.0)
-    trace.inner = trace.below(1.0)
-    trace.inner.enter("prefill_queue", 1.0)
-    trace.inner.add("prefill_chunk", 1.5, 2.0, {})
-    trace.inner.add("prefill_chunk", 1.75, 2.5, {})  # the device began it when the first was over
-    trace.inner.enter("prefill_queue", 2.5)
-    trace.leave(3.0)
-    assert made.spans() == [
-        ("prefill_queue", 0, 500), ("prefill_chunk", 500, 1000), ("prefill_chunk", 1000, 1500),
-        ("prefill_queue", 1500, 2000), ("prefill", 0, 2000),
-    ]  # fmt: skip
-    *inner, outer = made.raw()
-    assert {span.parent and span.parent.span_id for span in inner} == {outer.context.span_id}
 
 
 def test_another_attempt_says_why(made: Made) -> None:
@@ -141,26 +109,6 @@ def test_a_stage_that_was_cut_off_says_by_what(made: Made) -> None:
     assert causes == [("abort", True)] * 2 + [("worker_lost", False)] * 2
 
 
-def test_one_stage_of_a_process_is_its_server_and_what_asks_is_a_client(made: Made) -> None:
-    """Who both answers and asks does it in two stages: a span has one kind."""
-    trace = made.tracer.carried(PARENT, 0.0)
-    trace.enter("prefill", 0.0, asks=True)
-    trace.enter("pull", 1.0)
-    trace.enter("decode", 2.0)
-    trace.leave(3.0)
-    below = made.tracer.of_headers({}, 0.0)
-    below.enter("POST", 0.0)
-    choice = below.below(0.0)
-    choice.enter("router_queue", 0.0)
-    choice.enter("dispatch", 1.0, asks=True)
-    choice.leave(2.0)
-    below.leave(2.0)
-    assert [(span.name, span.kind.name) for span in made.raw()] == [
-        ("prefill", "CLIENT"), ("pull", "SERVER"), ("decode", "INTERNAL"),
-        ("router_queue", "INTERNAL"), ("dispatch", "CLIENT"), ("POST", "SERVER"),
-    ]  # fmt: skip
-
-
 def test_what_a_message_carries_is_the_parent_with_its_tracestate(made: Made) -> None:
     trace = made.tracer.carried(PARENT + "a=b,c=d", 0.0)
     trace.enter("dispatch", 0.0)
@@ -197,23 +145,6 @@ def test_a_collector_that_does_not_answer_holds_nothing_up(monkeypatch, caplog) 
     assert "the last spans could not be sent" in caplog.text
     for thread in set(threading.enumerate()) - before:
         thread.join(HANG_S)  # or it complains in the middle of another test
-
-
-def test_a_dead_collector_is_one_line(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(worker.observe.spans, "FLUSH_S", HANG_S)
-    monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])  # as in a new process
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    tracer = tracer_of(TracingConfig(endpoint=f"http://127.0.0.1:{port}"), "router", "router-0")
-    for number in range(3):
-        sdk = logging.getLogger(f"opentelemetry.exporter.some.{number}")
-        sdk.error("failed\nto export", exc_info=ValueError())
-    tracer.close()
-    (told,) = [each for each in caplog.records if each.name == "kvlane.tracing"]
-    assert told.message.startswith("spans may be lost: ")
-    assert "\n" not in told.message
-    assert told.exc_info is None
-    assert not logging.getLogger("opentelemetry").propagate
 
 
 @pytest.mark.parametrize(
@@ -256,11 +187,3 @@ def test_endpoints(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
         tracer.close()
     assert collector.paths == {"/otlp/v1/traces" if "otlp" in endpoint else "/v1/traces"}
     assert [(span.service, span.instance) for span in collector.spans] == [("mine", "decode-0")]
-
-
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.observe.tracing, "PACKAGES", ("opentelemetry.not_there.at_all",))
-    assert tracer_of(TracingConfig(), "decode", "decode-0") is None
-    with pytest.raises(MissingLibrary, match=r"pip install 'kvlane\[tracing\]'") as caught:
-        tracer_of(TracingConfig(endpoint="auto"), "decode", "decode-0")
-    assert caught.value.param == "tracing.endpoint"

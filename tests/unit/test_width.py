@@ -135,29 +135,3 @@ def test_rows_times_width_have_a_limit() -> None:
     assert policy.choose(MAX_WINDOW_TOKENS // 4) == 4
     assert policy.choose(MAX_WINDOW_TOKENS // 4 + 1) == 1
     assert WidthPolicy((16,), None).choose(MAX_WINDOW_TOKENS // 16) == 16
-
-
-def test_drafts_that_a_lookup_does_not_find_are_refusals() -> None:
-    """One window in sixteen has drafts, all of them right: at 64 rows that pays for no width."""
-
-    def looked_up(step: int, row: int, width: int, before: int, rng: random.Random) -> Drawn:
-        num = min(width, before) if rng.random() < 1 / 16 else 1
-        return Drawn((7,) * num, False, (), (7,) * (num - 1) + (-1,) * (width - num))
-
-    chosen = {}
-    for may_miss in (True, False):
-        widths = run(WidthPolicy(WIDTHS, STEP_S, may_miss=may_miss), 64, window=looked_up)[500:]
-        chosen[may_miss] = max(set(widths), key=widths.count)
-    assert chosen == {True: 1, False: 8}
-
-
-def test_a_lookup_is_not_blamed_for_drafts_that_nobody_asked_for() -> None:
-    """Behind a step of width 1 no row has drafts. Else the first probe would end all others."""
-    policy = WidthPolicy((1, 2), may_miss=True)
-    before = policy.expected_tokens(2)
-    for _ in range(100):
-        policy.observe(1, [Drawn((7,), False)])
-        policy.observe(2, [Drawn((7,), False, (), (-1,))])
-    assert policy.expected_tokens(2) == before
-    policy.observe(2, [Drawn((7,), False, (), (-1,))])
-    assert policy.expected_tokens(2) < before

@@ -306,6 +306,18 @@ def test_a_link_that_one_side_lost_is_lost_to_both(pair: tuple[End, End], first:
     assert worker.next() == ("c/1", MESSAGES[3])
 
 
+def test_whoever_uses_a_link_that_is_over_is_told_so(end: Make) -> None:
+    """As does a process that stood still when it was given up; silence is minutes here."""
+    slow = PingConfig(interval_s=60)
+    worker, client = linked(end("w/1", slow), end("c/1", slow))
+    greet(client, worker)
+    worker.wire.lose("c/1", "a test")
+    worker.lost("c/1")
+    client.wire.send("w/1", MESSAGES[2])
+    client.lost("w/1")
+    worker.nothing(0.2)
+
+
 def test_frames_lost_by_a_broken_connection_lose_the_peer(end: Make) -> None:
     """ZeroMQ connects again by itself and says nothing about what was under way."""
     worker, client = end("w/1"), end("c/1")

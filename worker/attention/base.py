@@ -1,8 +1,11 @@
-"""The contract of attention over the paged cache: what is asked, what is accepted, what answers."""
+"""The contract of attention over the paged cache: a shape, caps that accept it, a backend."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
 
 from worker.cache.layout import KVRegion
 from worker.cache.pool import KVPool
@@ -14,7 +17,7 @@ from worker.forward.context import LayerAttention
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What an instance of a backend attends with: one rank's heads, over one region of the pool.
+    """The heads of an instance of a backend: one rank's, over one region of the pool.
 
     Layers of another mask or another region have an instance of their own.
     """
@@ -26,28 +29,30 @@ class AttentionShape:
     mask: KeyMask = CAUSAL
     region: str = "target"
     cap: float = 0.0  # scores are cap · tanh(score / cap); 0: as they are
-    sinks: bool = False  # each head has a logit of its own that takes weight, but has no value
+    sinks: bool = False  # heads have logits of their own, which take weight and have no value
     dtype: str = ""  # of queries, where the region's is eight bits
+    kind: str = "heads"  # of the layers: a name of worker.config.backends.BACKENDS
 
     @property
     def features(self) -> frozenset[str]:
-        """What it asks for beyond plain causal attention."""
+        """Names of all that it asks for beyond plain causal attention."""
         named = {"cap": self.cap, "sinks": self.sinks}
         return self.mask.unlike_causal | {name for name, wanted in named.items() if wanted}
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCaps:
-    """What a backend accepts; None: anything."""
+    """The shapes that a backend accepts; None: any."""
 
     devices: frozenset[str] | None = None  # torch device types
     dtypes: frozenset[str] | None = None  # of the KV region
     head_dims: frozenset[int] | None = None
     page_sizes: frozenset[int] | None = None
     features: frozenset[str] | None = None  # of AttentionShape.features
+    parts: int = 2  # of a token's row: keys and values
 
     def lacks(self, shape: AttentionShape) -> str:
-        """What of the shape is not served, for people; "": nothing."""
+        """Why the shape is not served, for people; "": it is."""
         if self.head_dims is not None and shape.head_dim not in self.head_dims:
             choices = ", ".join(map(str, sorted(self.head_dims)))
             return f"head_dim {shape.head_dim} is not one of: {choices}"
@@ -67,10 +72,10 @@ class AttentionCaps:
                 f"the KV layout has {region.num_kv_heads} kv heads of {region.head_dim}, "
                 f"the model {kv[0]} of {kv[1]}"
             )
-        if (region.parts, region.rows) != (2, "token"):
+        if (region.parts, region.rows) != (self.parts, "token"):
             raise Unsupported(
                 f"the KV region {region.name!r} has {region.parts} parts a {region.rows}; attention"
-                " needs 2 a token"
+                f" needs {self.parts} a token"
             )
         checks = (
             ("device", pool.device.type, self.devices),
@@ -89,7 +94,7 @@ class AttentionCaps:
 class AttentionBackend(LayerAttention, Protocol):
     """Attention of ragged query rows over the paged cache; layers call LayerAttention.
 
-    Built as `cls(pool, shape, sinks)`; sinks: [num_heads] of each layer, or nothing. Raises
+    Built as `cls(pool, shape, sinks)`; sinks: by layer [num_heads], or nothing. Raises
     Unsupported from there, and nowhere later, if `caps` refuse the pool or the shape.
     """
 
@@ -100,10 +105,9 @@ class AttentionBackend(LayerAttention, Protocol):
     static_plan: ClassVar[bool]
 
     def plan(self, batch: Batch) -> object:
-        """What all layers of one pass share; goes into forward_context(). Never waits.
+        """The plan of one pass, for all layers; goes into forward_context(). Never waits.
 
-        Without `static_plan` it may reuse the buffers of the plan two steps back: loops settle a
-        step before they launch the one after next.
+        Without `static_plan` it may reuse buffers of a plan whose step has settled: two steps back.
         """
         ...
 
@@ -115,10 +119,30 @@ class AttentionBackend(LayerAttention, Protocol):
         ...
 
 
+class PoolAttention:
+    """Base of backends that attend themselves over a region of the pool."""
+
+    caps: ClassVar[AttentionCaps]
+
+    def __init__(self, pool: KVPool, shape: AttentionShape, sinks: Sequence[Tensor] = ()) -> None:
+        self.region = self.caps.region(pool, shape)
+        assert bool(sinks) == shape.sinks
+        self.sinks = sinks or [None] * self.region.num_layers
+        self.shape, self.heads = shape, (shape.num_heads, shape.num_kv_heads)
+        self.dtype: torch.dtype = getattr(torch, shape.dtype or self.region.dtype)
+        self._layers = pool.layers(shape.region)
+
+    def kv(self, layer_id: int) -> tuple[Tensor, ...]:
+        return self._layers[layer_id]
+
+    def variant(self, bounds: Bounds) -> Hashable:
+        return None  # nothing is compiled for a batch
+
+
 @dataclass(frozen=True, slots=True)
 class Attentions:
-    """The backend of each kind of batch, over one pool; equal names are one object."""
+    """The backends of the kinds of batches, over one pool; equal names are one object."""
 
     prefill: AttentionBackend  # chunks of prompts
-    decode: AttentionBackend  # one token of each row
+    decode: AttentionBackend  # one token a row
     spec: AttentionBackend  # windows that are verified; `static_plan`

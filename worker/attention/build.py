@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionBackend, Attentions, AttentionShape
 from worker.cache.pool import KVPool
+from worker.config.backends import BACKENDS
 from worker.config.checkpoint.mask import KeyMask
 from worker.errors import Unsupported, UserError
 from worker.forward.batch import Batch, Bounds
@@ -17,19 +17,19 @@ from worker.registry import resolve
 
 
 class ByLayerAttention:
-    """Backends of one kind, of which each layer has one: they differ in their masks."""
+    """One kind of backend with several masks: a backend for the layers of one mask."""
 
     def __init__(self, backends: Sequence[AttentionBackend]) -> None:
-        """backends: of each layer; layers that see the same keys share one."""
+        """backends: by layer; layers that see the same keys share one."""
         self._backends = backends
         self.caps, self.static_plan = backends[0].caps, backends[0].static_plan
 
     def plan(self, batch: Batch) -> Mapping[AttentionBackend, object]:
-        """The plan of each backend."""
-        return {each: each.plan(batch) for each in dict.fromkeys(self._backends)}
+        """Plans by backend."""
+        return {backend: backend.plan(batch) for backend in dict.fromkeys(self._backends)}
 
     def variant(self, bounds: Bounds) -> Hashable:
-        return tuple(each.variant(bounds) for each in dict.fromkeys(self._backends))
+        return tuple(backend.variant(bounds) for backend in dict.fromkeys(self._backends))
 
     def kv(self, layer_id: int) -> tuple[Tensor, ...]:
         return self._backends[layer_id].kv(layer_id)
@@ -48,21 +48,21 @@ def build_attentions(
     masks: Sequence[KeyMask] = (),
     sinks: Sequence[Tensor] = (),
 ) -> Attentions:
-    """Build the backends that `names` gives for the fields of Attentions, each name once.
+    """Build the backends that `names` gives for the fields of Attentions, a name once.
 
-    masks: of each layer; (): all have that of `shape`. sinks: see AttentionBackend.
+    masks: by layer; (): all have that of `shape`. sinks: see AttentionBackend.
     Without `spec`, where there are no windows, it is that of `decode`. Raises UserError for an
-    unknown name; Unsupported for what a backend's caps refuse, or one without `static_plan` for
-    `spec`. The message and `param` begin with the field, as "engine.attention.prefill".
+    unknown name; Unsupported for a shape that a backend's caps refuse, or for `spec` a backend
+    without `static_plan`. Message and `param` begin with the field, as "engine.attention.prefill".
     """
     built: dict[str, Any] = {}
     for kind, name in names.items():
         param = f"engine.attention.{kind}"
         if name not in built:
             try:
-                cls = resolve("attention backend", name, ATTENTION)
+                cls = resolve("attention backend", name, BACKENDS[shape.kind])
                 shapes = {mask: replace(shape, mask=mask) for mask in masks or (shape.mask,)}
-                made = {mask: cls(pool, each, sinks) for mask, each in shapes.items()}
+                made = {mask: cls(pool, masked, sinks) for mask, masked in shapes.items()}
                 alone = made[masks[0] if masks else shape.mask]
                 several = len(made) > 1
                 built[name] = ByLayerAttention([made[x] for x in masks]) if several else alone

@@ -5,9 +5,9 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionBackend, AttentionCaps, AttentionShape
 from worker.cache.pool import KVPool
+from worker.config.backends import ATTENTION
 from worker.forward.batch import Batch, Bounds
 from worker.forward.context import current, forward_context
 from worker.registry import resolve
@@ -23,17 +23,16 @@ class ByLengthPlan(NamedTuple):
 class ByLengthAttention:
     """`SHORT` for batches of up to `SHORT_ROWS` rows, decode steps and windows, `LONG` beyond.
 
-    The choice depends on the batch's padded shape alone, so a graph's break and eager make the same
-    one. At 2048 tokens FA3 takes 90 us a layer, our kernel 122. For shorter steps FA3's
-    plan on the host costs more than it saves, and no graph can hold it. `SHORT` serves all batches
-    of a shape that `LONG` lacks.
+    The choice depends on the batch's padded shape alone, so breaks of graphs and eager agree. At
+    2048 tokens FA3 takes 90 us a layer, our kernel 122. For shorter steps FA3's plan on the host
+    costs more than it saves, and no graph can hold it. `SHORT` serves shapes that `LONG` lacks.
     """
 
     SHORT: ClassVar[str] = "triton"
     LONG: ClassVar[str] = "flashinfer"
     SHORT_ROWS: ClassVar[int] = 1024  # of the longest step that is captured without a break
     TABLE: ClassVar[Mapping[str, str]] = ATTENTION
-    caps: ClassVar[AttentionCaps] = AttentionCaps()  # each of the two checks its own
+    caps: ClassVar[AttentionCaps] = AttentionCaps()  # the two check their own
     static_plan: ClassVar[bool] = True  # of `SHORT`; only its batches are captured
 
     def __init__(self, pool: KVPool, shape: AttentionShape, sinks: Sequence[Tensor] = ()) -> None:

@@ -8,8 +8,8 @@ sixteen products at once, in no order, and keys keep their dims within such sixt
 bits of those over keys and values that were 16 bits wide.
 
 Keys become f16, for which there is an instruction, and queries with them: multiplied by a power of
-two for each row, they keep all bits unless one is 2^31 times smaller than the row's largest. Values
-become bf16 by integers, 2^-120 of themselves, of which weights and sums make up one half each. So
+two a row, they keep all bits unless one is 2^31 times smaller than the row's largest. Values
+become bf16 by integers, 2^-120 of themselves: weights make up one half of that, sums the other. So
 decode is exact for rows of values whose largest number is at most 2^75, and for sums from 2^-66 on.
 A value that is NaN reads as 480 there.
 
@@ -24,7 +24,7 @@ import torch
 
 from worker.ops.jit import tl, triton
 
-# One instruction of sm_89 and later widens two numbers to f16, which holds each e4m3 and NaN.
+# One instruction of sm_89 and later widens two numbers to f16, which holds all of e4m3, NaN too.
 _KEYS: Any = tl.constexpr("""{
     .reg .b16 s, t; .reg .b32 a, b;
     mov.b32 {s, t}, $4;
@@ -51,7 +51,7 @@ FEW_ROWS = 32  # tiles of at most so many rows are multiplied by mma, whose warp
 def in_words(dtype: torch.dtype, block_m: int, block_d: int) -> bool:
     """Whether tiles of block_m rows read keys and values of this dtype in words.
 
-    Only where their value tiles, a quarter of a row each, are wider than high. Else Triton has
+    Only where their value tiles, quarters of a row, are wider than high. Else Triton has
     warps divide rows and not keys, which adds up softmax weights otherwise than over 16 bits.
     """
     is_wide = block_d // 4 > block_m
@@ -66,14 +66,14 @@ def exponents_at(head, at, seen):
 
 @triton.jit
 def power_of(exponents):
-    """What these bytes are worth, f32."""
+    """The powers of two that these bytes mean, f32."""
     return (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def queries_for_words(q_tile, DTYPE: tl.constexpr):
-    """q_tile [rows, dims] in DTYPE, times a power of two for each row that takes its largest number
-    below 2^15; and what undoes that: [rows] f32."""
+    """q_tile [rows, dims] in DTYPE, times a power of two a row that takes its largest number
+    below 2^15; and the factors that undo that: [rows] f32."""
     wide = q_tile.to(tl.float32)
     highest = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23
     highest = tl.minimum(tl.maximum(highest, 15), 254)
@@ -83,7 +83,7 @@ def queries_for_words(q_tile, DTYPE: tl.constexpr):
 
 @triton.jit
 def weight_power(exponents, MORE: tl.constexpr):
-    """What softmax weights are multiplied with for their values' exponents, times 2^MORE: f32.
+    """Factors of softmax weights for their values' exponents, times 2^MORE: f32.
 
     It is finite for any byte, so a masked key's weight stays 0.
     """
@@ -95,7 +95,7 @@ def in_16_bits(tile, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """A tile, converted before it is laid out for the tensor cores.
 
     Triton would convert it behind that, and then add products in another order than those of a
-    tile that was 16 bits wide. It does not look behind what may have effects.
+    tile that was 16 bits wide. It does not look behind code that may have effects.
     """
     if not INTERPRETED:
         tile = tl.inline_asm_elementwise(
@@ -109,7 +109,7 @@ def _widened(
     words, ASM: tl.constexpr, REGISTERS: tl.constexpr, PACK: tl.constexpr, DTYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """The four numbers of each word, by instructions that take PACK words at once."""
+    """The four numbers of words, by instructions that take PACK words at once."""
     if INTERPRETED:
         a = (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
         b = ((words >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
@@ -151,9 +151,9 @@ def key_tile(words, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def value_tiles(words, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """[keys, BLOCK_D / 4] i32 as the first numbers of each word, the second ones, ...
+    """[keys, BLOCK_D / 4] i32 as the words' first numbers, their second ones, ...
 
-    They are 2^-120 of what they should be.
+    They are 2^-120 of the true numbers.
     """
     a, b, c, d = _widened(  # type: ignore[misc]
         words, _VALUES, "=r,=r,=r,=r,r,r", 2, tl.bfloat16, INTERPRETED
@@ -167,7 +167,7 @@ def value_tiles(words, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def in_order(a, b, c, d):
-    """Sums over those tiles, [rows, BLOCK_D / 4] each, as [rows, BLOCK_D]."""
+    """Sums over those tiles, four [rows, BLOCK_D / 4], as [rows, BLOCK_D]."""
     ROWS: tl.constexpr = a.shape[0]
     WORDS: tl.constexpr = a.shape[1]
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, 4 * WORDS))
@@ -175,7 +175,7 @@ def in_order(a, b, c, d):
 
 @triton.jit
 def apart(sums):
-    """What in_order was given."""
+    """Inverse of in_order."""
     ROWS: tl.constexpr = sums.shape[0]
     WORDS: tl.constexpr = sums.shape[1] // 4
     ac, bd = tl.split(tl.reshape(sums, (ROWS, WORDS, 2, 2)))

@@ -8,15 +8,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from worker.attention.base import AttentionCaps, AttentionShape
-from worker.attention.pooled import PoolAttention
+from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import current
 
 NUM_SLOTS = 2  # plans that may be in use at a time: of the step that runs and of the next one
-MIN_WORKSPACE_BYTES = 128 << 20  # what the library recommends
+MIN_WORKSPACE_BYTES = 128 << 20  # the library's advice
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ def ragged(host: HostLengths, page_table: Tensor, page_size: int) -> Ragged:
 
 
 class FlashInferPlan(NamedTuple):
-    """What all layers of one pass share."""
+    """The plan of one pass, for all layers."""
 
     wrapper: Any  # planned
     num_tokens: int  # rows that are not padding
@@ -75,8 +74,7 @@ class Slot(NamedTuple):
     """Wrappers whose pinned buffers hold one plan until the device has fetched it.
 
     plan() writes the buffers on the host and enqueues their copy. They may be written again only
-    when that copy is over, which `fence` tells. Of NUM_SLOTS steps one has settled, so waiting for
-    it costs nothing.
+    when that copy is over, which `fence` tells. One of NUM_SLOTS steps has settled: no wait.
     """
 
     prefill: Any  # BatchPrefillWithPagedKVCacheWrapper
@@ -88,12 +86,11 @@ class FlashInferAttention(PoolAttention):
     """Prefill by FlashInfer's FA3 where the GPU and the shape allow, else FA2; decode by FA2.
 
     Batches of one row a request go to the decode wrapper, on tensor cores: the FA2 kernels of
-    prefill, which serve all GQA ratios and are compiled once. The constructor compiles what the
-    library lacks (up to minutes, once for each machine, shape and dtype).
+    prefill, which serve all GQA ratios and are compiled once. The constructor compiles kernels that
+    the library lacks (up to minutes, once for a machine, shape and dtype).
 
     How a long request is split depends on all lengths of the batch, so a row's last bits do too. A
-    request may have ended on the device before the host knows. It is computed on the sink's page,
-    and no other row reads the result.
+    request that has ended before the host knows is computed on the sink's page, for no reader.
     """
 
     caps: ClassVar[AttentionCaps] = AttentionCaps(
@@ -151,7 +148,7 @@ class FlashInferAttention(PoolAttention):
         return FlashInferPlan(wrapper, work.num_tokens)
 
     def _make_slots(self, device: torch.device) -> list[Slot]:
-        """All slots over one workspace: what it holds lives within one launch."""
+        """All slots over one workspace, whose content lives within one launch."""
         try:
             library: Any = import_module("flashinfer")
         except ImportError as error:
@@ -174,8 +171,7 @@ class FlashInferAttention(PoolAttention):
     def _workspace_bytes(self, device: torch.device) -> int:
         """The most that split requests need: at most two tiles a multiprocessor.
 
-        Each keeps its rows and their sums in f32: up to 128 rows (64 from head_dim 256 on) for each
-        query head of one kv head.
+        A tile keeps rows and sums in f32: 128 (64 from head_dim 256 on) a query head of a kv head.
         """
         num_heads, num_kv_heads, head_dim, _ = self._sizes
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count

@@ -30,7 +30,7 @@ def bound_of(x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _cut(num_keys, shortest, most, BLOCK_N: tl.constexpr):
-    """How many splits num_keys keys are cut into, and the keys of each but the last."""
+    """How many splits num_keys keys are cut into, and the keys of all but the last."""
     wanted = tl.minimum(tl.maximum(tl.cdiv(num_keys, shortest), 1), most)
     length = tl.maximum(tl.cdiv(tl.cdiv(num_keys, wanted), BLOCK_N), 1) * BLOCK_N
     return tl.maximum(tl.cdiv(num_keys, length), 1), length
@@ -68,7 +68,7 @@ def _plan_kernel(
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SORTED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests,): each writes its own items behind those of all requests before it.
+    """Grid (requests,): a program writes its request's items behind those of all before it.
 
     With SORTED those are the requests with more keys: programs start in the order of the items,
     and a long row that starts last would run on alone.

@@ -61,13 +61,13 @@ def choose(
     if one_wave:
         block_n = min(block_n, 32)
         # A long row would run on alone. 512 programs over 736 keys on average, 1636 at most, take
-        # 75.9 us on an H100 with 1408, 72.5 so and sorted; over 4096 each 368 instead of 365.
+        # 75.9 us on an H100 with 1408, 72.5 so and sorted; over 4096 alike 368 instead of 365.
         shortest = min(shortest, 1024)
     max_splits = max(1, min(most, -(-max_seq_len // shortest)))
     return PagedTiles(
         block_m=block_m,
         block_n=block_n,
-        # Prompts use all rows: otherwise each length below a tile would need a kernel of its own.
+        # Prompts use all rows: otherwise lengths below a tile would need kernels of their own.
         rows=block_m if max_query_len > 1 else min(rows, block_m),
         max_tiles=max_tiles,
         max_splits=max_splits,
@@ -92,7 +92,7 @@ def _splits(programs: int, few_rows: bool, num_sms: int) -> tuple[int, int]:
     The figures are microseconds a layer, on an H200 where no other card is named.
     """
     if few_rows:
-        # As many as fill the SMs once, with the three programs that each holds, or else twice: 12
+        # As many as fill the SMs once, with three programs an SM, or else twice: 12
         # at least, so that a long row among short ones is not computed for longer than those. On
         # an H100, 32768 keys: 16 programs take 97 in 24 splits, 106 in 16 and 94 in 8; 32 programs
         # 180 in 12, 195 in 16; 64 programs 351 in 12, 349 in 6. Very few programs are enough with

@@ -1,8 +1,8 @@
 """Attention of ragged query rows over the paged KV cache, for decode, verify, draft and prefill.
 
-Rows are (token, query head) pairs. For each kv head, those of one request form tiles of `block_m`
+Rows are (token, query head) pairs. Those of one kv head and request form tiles of `block_m`
 rows. The keys that a tile sees are cut into splits. `paged_plan_triton` lists all items (tile,
-split) of a batch, once for all layers, by each tile's own length. So a row's result has the same
+split) of a batch, once for all layers, by the tile's own length. So a row's result has the same
 bits whatever the other rows are, and no program starts for an empty split. The last program to
 finish a tile adds its splits up in order.
 
@@ -46,7 +46,7 @@ def capped(x, CAP: tl.constexpr):
 
 @triton.jit
 def sink_of(sinks, heads):
-    """The logit of each of these heads that has no value, for exp2."""
+    """The logits of these heads that have no value, for exp2."""
     return tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634
 
 
@@ -112,7 +112,7 @@ def zero_padding(
 
 @triton.jit
 def _page_of(table, key, keys, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page of the block of keys that begins at `key`; of each key if the block spans pages."""
+    """Page of the block of keys that begins at `key`; its keys' pages if they are several."""
     if PAGE >= BLOCK_N:
         page = tl.load(table + key // PAGE, mask=key < end, other=0)
     else:
@@ -162,11 +162,10 @@ def _blocks(
     """Online softmax over the blocks of keys begin..stop - 1; limit: the last key a row sees.
 
     scale: a number, or [rows, 1]. weight: sums of weights, [rows], or apart by a key's place in its
-    block, [rows, BLOCK_N].
-    Without MASKED every row sees all of these keys. `page`, of_keys and of_values are the page and
-    the exponents of the first block; those of the block after the last are returned. Keys from
-    `end` on have no page. Exponents are loaded a block before their use: Triton overlaps no loads
-    of single bytes.
+    block, [rows, BLOCK_N]. Without MASKED every row sees all of these keys. `page`, of_keys and
+    of_values are the page and the exponents of the first block; those of the block after the last
+    are returned. Keys from `end` on have no page. Exponents are loaded a block before their use:
+    Triton overlaps no loads of single bytes.
     """
     EIGHT: tl.constexpr = k_head.dtype.element_ty == tl.float8e4nv
     COLUMNS: tl.constexpr = BLOCK_D // 4 if WORDS else BLOCK_D
@@ -268,7 +267,7 @@ def _online(
 ):  # fmt: skip
     """Softmax over keys begin..end - 1, not yet divided: sums, sum of weights, highest score.
 
-    top, weight: the highest score and the sum of weights of what was seen before.
+    top, weight: the highest score and the sum of weights of keys seen before.
     """
     block = tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -280,7 +279,7 @@ def _online(
         k_head, v_head, page, begin, block, stride_page, HEAD_DIM, PAGE, BLOCK_N
     )
     masked = begin
-    if APART:  # the warps share each row, and would wait for one another to add it up
+    if APART:  # the warps share a row, and would wait for one another to add it up
         weight = tl.where(block[None, :] == 0, weight[:, None], 0.0)
     # Most blocks of a prompt lie before all rows of a tile and need no mask. A second loop drains
     # the pipeline of loads, so short queries have one loop only.
@@ -320,7 +319,7 @@ def _attend_kernel(
     q: [num_tokens, heads, HEAD_DIM], rows stride_q apart; out: the same, contiguous.
     k_cache, v_cache: [pages, KV_HEADS, PAGE, HEAD_DIM], tokens contiguous, of q's dtype or in eight
     bits. scale: for exp2, or with CAP for tanh. sinks: [heads] or None.
-    items, counts: what _plan_kernel wrote. arrivals: i32, 0 for each (item, kv head).
+    items, counts: written by _plan_kernel. arrivals: i32 [items, KV_HEADS], zeros.
     partial: f32 [items, KV_HEADS, ROWS, BLOCK_D]; stats: f32 [items, KV_HEADS, 2, ROWS].
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
@@ -430,9 +429,9 @@ def paged_attention(
     out: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Each row's attention to those of its request's keys that it sees; padded rows are zero.
+    """Rows' attention to the keys of their requests that they see; padded rows are zero.
 
-    q: [num_tokens, heads, head_dim], each row contiguous; k_cache, v_cache: a layer's
+    q: [num_tokens, heads, head_dim], rows contiguous; k_cache, v_cache: a layer's
     [num_pages, kv_heads, page_size, head_dim] views; sinks: [heads], where the plan's shape has
     some. Returns [num_tokens, heads, head_dim], contiguous: `out` if it is given.
     """
@@ -459,7 +458,7 @@ def paged_attention(
 
 
 def scale_of(shape: AttentionShape) -> float:
-    """What kernels multiply products with: for exp2, or for tanh where there is a cap."""
+    """The factor of products in kernels: for exp2, or for tanh where there is a cap."""
     return shape.scale / shape.cap if shape.cap else shape.scale * 1.4426950408889634
 
 

@@ -1,6 +1,6 @@
 """Causal attention of long chunks, on GPUs whose TMA loads blocks of keys (ADR 0022).
 
-The keys and values of a layer are gathered from their pages, each request's one after the other,
+The keys and values of a layer are gathered from their pages, one request's behind the other's,
 and a program takes 128 tokens of one query head over them, 128 keys at a time. Copying 32768 keys
 takes a hundredth of what 8192 rows over them take, and dense blocks load a third faster than pages.
 
@@ -20,12 +20,7 @@ from worker.attention.base import AttentionShape
 from worker.attention.eight_bits_triton import exponents_at, power_of
 from worker.attention.paged_plan_triton import FIELDS, PagedPlan, bound_of, item_at, plan_items
 from worker.attention.paged_tiles import PagedTiles
-from worker.attention.paged_triton import (
-    capped,
-    scale_of,
-    sink_of,
-    zero_padding,
-)
+from worker.attention.paged_triton import capped, scale_of, sink_of, zero_padding
 from worker.config.checkpoint.mask import KEY_BLOCK
 from worker.forward.batch import Bounds
 from worker.ops.jit import INTERPRETED, tl, triton
@@ -131,12 +126,11 @@ def _prompt_kernel(
     GROUP: tl.constexpr, HEADS: tl.constexpr, FIELDS: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: a program for each pair (tile of tokens, query head); the last tiles, whose keys are
-    the most, go first.
+    """Grid (tiles of tokens · query heads,); the last tiles, whose keys are the most, go first.
 
     q: [num_tokens, HEADS, HEAD_DIM], rows stride_q apart; out: the same, contiguous.
     keys, values: descriptors of [kv_heads · num_rows, BLOCK_D] in blocks of BLOCK_N rows.
-    items, counts: of plan_items with a head for each query head. sinks: [HEADS] or None.
+    items, counts: of plan_items, as if query heads were kv heads. sinks: [HEADS] or None.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     flat = tl.load(counts) * HEADS - 1 - program
@@ -192,9 +186,9 @@ def _prompt_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """What all layers of one pass share; each overwrites the gathered keys and values."""
+    """The plan of one pass, for all layers, which overwrite each other's gathered keys."""
 
-    paged: PagedPlan  # tiles of tokens; a head for each query head
+    paged: PagedPlan  # tiles of tokens, as if query heads were kv heads
     query_start: Tensor | None  # [num_reqs + 1] i32, with a window; else None
     seq_lens: Tensor  # [num_reqs] i32
     first_rows: Tensor  # [num_reqs] i32, in `gathered`
@@ -236,8 +230,7 @@ def plan_prompts(
 ) -> PromptPlan:
     """Plan a batch of these bounds.
 
-    gathered: [2, kv_heads, rows, power_of_two(head_dim)], rows at least `num_rows` of the requests'
-    lengths.
+    gathered: [2, kv_heads, rows, power_of_two(head_dim)], at least `num_rows` of the lengths.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor  # absent where Triton is
 
@@ -250,13 +243,13 @@ def plan_prompts(
         programs=num_tiles * shape.num_heads, num_warps=NUM_WARPS,
         num_stages=NUM_STAGES[wide],
     )  # fmt: skip
-    each_head, page_size = replace(shape, num_kv_heads=shape.num_heads), 1  # no first page is read
-    paged = plan_items(query_start, seq_lens, page_table, tiles, each_head, page_size)
+    by_head, page_size = replace(shape, num_kv_heads=shape.num_heads), 1  # no first page is read
+    paged = plan_items(query_start, seq_lens, page_table, tiles, by_head, page_size)
     units = torch.div(seq_lens + UNIT - 1, UNIT, rounding_mode="floor") * UNIT
     first_rows = (units.cumsum(0) - units).to(torch.int32)
     keys, values = (
-        TensorDescriptor(each, list(each.shape), [wide, 1], [block_n, wide])
-        for each in gathered.flatten(1, 2)
+        TensorDescriptor(rows, list(rows.shape), [wide, 1], [block_n, wide])
+        for rows in gathered.flatten(1, 2)
     )
     starts = None if shape.mask.window is None else query_start
     return PromptPlan(paged, starts, seq_lens, first_rows, gathered, keys, values, max_seq_len)

@@ -31,11 +31,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def store_kv_ref(k: Tensor, v: Tensor, caches: tuple[Tensor, ...], slot_mapping: Tensor) -> None:
     """k_cache[page, :, offset] = k[i] for slot_mapping[i] = page · page_size + offset; v alike.
 
-    k, v: [num_tokens, num_kv_heads, head_dim] of the caches' dtype, or of any that is stored in
-    eight bits.
+    k, v: [num_tokens, num_kv_heads, head_dim] of the caches' dtype, or any for eight bits.
     caches: k_cache, v_cache: [num_pages, num_kv_heads, page_size, head_dim], strided, written.
-    slot_mapping: [num_tokens] i64. Slots repeat on page 0 only (padded rows), where it does not
-    matter which of them wins.
+    slot_mapping: [num_tokens] i64. Slots repeat on page 0 only (padded rows), where any may win.
     """
     page_size = caches[0].shape[2]
     pages = slot_mapping // page_size
@@ -56,7 +54,7 @@ class Rotation(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of each head, before rope."""
+    """RMS norms of heads, before rope."""
 
     q: Tensor  # [head_dim]
     k: Tensor
@@ -72,7 +70,7 @@ def qk_rope_store_ref(
 ) -> Tensor:
     """Rotated queries [num_tokens, num_heads, head_dim]; rotated keys and values go to their slots.
 
-    qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_dim] as in store_kv_ref, each row
+    qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_dim] as in store_kv_ref, rows
     contiguous: the heads of q, then of k, then of v. num_heads may be 0. caches, slot_mapping: see
     store_kv_ref; the caches have equal strides.
     """
@@ -100,9 +98,9 @@ def layers_rope_store_ref(
 ) -> None:
     """Store keys and values of several layers at once, of tokens that do not attend.
 
-    kv: [num_tokens, num_layers · 2 · num_kv_heads · head_dim], of each layer as qkv above. caches:
-    of each layer, equally spaced in memory. k_weights: [num_layers, head_dim], the norm of each
-    head of k before rope; None: no norm.
+    kv: [num_tokens, num_layers · 2 · num_kv_heads · head_dim], by layer as qkv above. caches:
+    by layer, equally spaced in memory. k_weights: [num_layers, head_dim], norms of k's heads before
+    rope; None: no norm. The others: see qk_rope_store_ref.
     """
     for layer, part in enumerate(kv.chunk(len(caches), dim=1)):
         norms = None if k_weights is None else HeadNorms(k_weights[layer], k_weights[layer], eps)

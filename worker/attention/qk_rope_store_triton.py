@@ -28,8 +28,7 @@ def _store_rows(
     cache, start, exponents, of_head, lanes, a, b, both,
     HALF: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of heads, two halves a, b: [HEADS, BLOCK], into a token's slot; into eight bits as by
-    eight_bits.quantized.
+    """Rows of heads, two halves a, b: [HEADS, BLOCK], into a slot; see eight_bits.quantized.
 
     start, exponents: of the slot's row and exponent in the first head; of_head: [HEADS] from there.
     """
@@ -163,7 +162,7 @@ def qk_rope_store_triton(
             BLOCK=power_of_two(head_dim // 2), LAYERS=num_layers > 1, NORM=norms is not None,
             INTERPRETED=INTERPRETED,
             num_warps=max(1, per_program // 2),
-            enable_fp_fusion=False,  # rope rounds each product, as torch does
+            enable_fp_fusion=False,  # rope rounds products, as torch does
         ),
     )  # fmt: skip
     return q

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.attention.base import AttentionCaps, AttentionShape
-from worker.attention.pooled import PoolAttention
+from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
 from worker.cache.eight_bits import E4M3, dequantized
 from worker.cache.pool import KVPool
 from worker.forward.batch import Batch
@@ -26,18 +25,18 @@ class ReferencePlan:
     width = max_query_len; num_keys = max_seq_len_ub rounded up; group = query heads per kv head.
     """
 
-    query_rows: Tensor  # [num_reqs * width] i64; batch row of each padded query row
+    query_rows: Tensor  # [num_reqs * width] i64; batch rows of padded query rows
     key_rows: Tensor  # [num_reqs * num_kv_heads * num_keys] i64; rows of head_dim in the pool
     mask: Tensor  # [num_reqs, 1, group * width, num_keys]; 0 or -inf, added to the scores
-    out_rows: Tensor  # [num_tokens] i64; padded query row of each batch row
+    out_rows: Tensor  # [num_tokens] i64; padded query rows of batch rows
     is_padding: Tensor  # [num_tokens, 1, 1] bool; rows whose result is zero
-    keys: Tensor  # [num_reqs, num_kv_heads, num_keys, head_dim]; scratch that each layer refills
+    keys: Tensor  # [num_reqs, num_kv_heads, num_keys, head_dim]; scratch that layers refill
     values: Tensor  # like keys
     width: int
 
 
 class ReferenceAttention(PoolAttention):
-    """Gathers each request's keys and values, then runs one padded, masked attention.
+    """Gathers the requests' keys and values, then runs one padded, masked attention.
 
     Work and memory grow with num_reqs · max_query_len · max_seq_len_ub. For 64 × 304 tokens of 2
     heads × 32 (f32, two CPU cores), one index_select of rows of head_dim takes 0.25 ms, indexing
@@ -88,7 +87,7 @@ class ReferenceAttention(PoolAttention):
         last_key = positions if self.mask.causal else whole
         attends = (columns < query_lens[:, None]) & (positions >= 0) & (first_key <= last_key)
         # A query row that sees nothing sees key 0, because a softmax over nothing is NaN.
-        first_key, last_key = (torch.where(attends, each, 0) for each in (first_key, last_key))
+        first_key, last_key = (torch.where(attends, key, 0) for key in (first_key, last_key))
         hidden = (keys < first_key[:, :, None]) | (keys > last_key[:, :, None])
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=device)
         mask.masked_fill_(hidden, float("-inf"))
@@ -127,18 +126,18 @@ class ReferenceAttention(PoolAttention):
         queries = queries.view(-1, plan.width, self.num_kv_heads, group, self.head_dim)
         queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)
         if self._is_plain:
-            found = F.scaled_dot_product_attention(
+            attended = F.scaled_dot_product_attention(
                 queries, plan.keys, plan.values, attn_mask=plan.mask, scale=self.shape.scale
             )
         else:
-            found = self._weights(queries, plan, self.sinks[layer_id]) @ plan.values
-        found = found.view(-1, self.num_kv_heads, group, plan.width, self.head_dim)
-        found = found.permute(0, 3, 1, 2, 4).reshape(-1, self.num_heads, self.head_dim)
-        found = found.index_select(0, plan.out_rows).masked_fill_(plan.is_padding, 0.0)
-        return found if out is None else out.copy_(found)
+            attended = self._weights(queries, plan, self.sinks[layer_id]) @ plan.values
+        attended = attended.view(-1, self.num_kv_heads, group, plan.width, self.head_dim)
+        attended = attended.permute(0, 3, 1, 2, 4).reshape(-1, self.num_heads, self.head_dim)
+        attended = attended.index_select(0, plan.out_rows).masked_fill_(plan.is_padding, 0.0)
+        return attended if out is None else out.copy_(attended)
 
     def _decoded(self, rows: Tensor, wanted: Tensor) -> Tensor:
-        """[num rows, head_dim] of `dtype`: rows in eight bits, whose exponents follow each page."""
+        """[num rows, head_dim] of `dtype`: rows in eight bits, whose exponents follow a page."""
         size, raw = self.region.page_size, rows.view(torch.uint8)
         part = wanted // self._rows_per_part * self._rows_per_part  # first row of page and head
         exponents = (part + size) * self.head_dim + wanted - part
@@ -146,7 +145,7 @@ class ReferenceAttention(PoolAttention):
         return dequantized(values, raw.view(-1)[exponents], self.dtype)
 
     def _weights(self, queries: Tensor, plan: ReferencePlan, sinks: Tensor | None) -> Tensor:
-        """What softmax gives each key, [num_reqs, num_kv_heads, group * width, num_keys].
+        """Softmax weights of keys, [num_reqs, num_kv_heads, group * width, num_keys].
 
         queries: [num_reqs, num_kv_heads, group * width, head_dim]; sinks: [num_heads] or None.
         """
@@ -184,7 +183,7 @@ def _as_rows(cache: Tensor, num_rows: int) -> Tensor:
     """The memory from a layer's first key (or value) on, as rows of head_dim.
 
     Row page·(page stride) + head·(head stride) + token, in units of head_dim, is that token's.
-    num_rows: of the last page's last head, what is behind its tokens included.
+    num_rows: of the last page's last head, exponents behind its tokens included.
     """
     num_pages, num_heads, _, head_dim = cache.shape
     last = (num_pages - 1) * cache.stride(0) + (num_heads - 1) * cache.stride(1)

@@ -8,11 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from worker.attention.base import AttentionCaps, AttentionShape
+from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
 from worker.attention.paged_plan_triton import PagedPlan, plan_items
 from worker.attention.paged_tiles import MAX_BLOCK, PagedTiles, choose
 from worker.attention.paged_triton import constants_of, options_of, paged_attention
-from worker.attention.pooled import PoolAttention
 from worker.attention.prompt_triton import (
     PromptPlan,
     num_rows,
@@ -112,7 +111,7 @@ class TritonAttention(PoolAttention):
     def _tiles(self, bounds: Bounds) -> PagedTiles:
         head_dim, item_bytes = power_of_two(self.shape.head_dim), self.dtype.itemsize
         if (window := self.shape.mask.window) is not None:
-            # A tile's keys: what its rows see, from the block on in which the first of them lies.
+            # A tile's keys: those that its rows see, and those before them in the first block.
             seen = min(bounds.max_seq_len, window + bounds.max_query_len + MAX_BLOCK)
             bounds = bounds._replace(max_seq_len=seen)
         return choose(bounds, self.heads, head_dim, item_bytes, self._num_sms)

@@ -116,7 +116,7 @@ class PageBook:
 
         With a slot of state, where layers are recurrent. At most max_matched <= len(tokens) - 1
         tokens come from the tree. None: there is no room, and nothing has changed. With a span
-        only so many pages are reserved as the hold has at once, if `trim` is called after each step
+        only so many pages are reserved as the hold has at once, if `trim` is called after the steps
         of its prompt; see Hold.keep_from.
         """
         tree = self.tree
@@ -125,7 +125,7 @@ class PageBook:
         nodes = node.path()
         first = min(keep_from, tree.first_read(len(nodes)))
         tree.lock(nodes[first:])
-        pages = [0] * first + [each.page for each in nodes[first:]]
+        pages = [0] * first + [node.page for node in nodes[first:]]
         num_wanted = self.num_pages_for(num_slots)
         most = max(self._most_bound, num_wanted - keep_from)
         wanted = min(most, max(0, num_wanted - len(pages)))
@@ -189,9 +189,9 @@ class PageBook:
     def trim(self, hold: Hold, num_tokens: int, tokens: Sequence[int] = ()) -> None:
         """Give back the pages that nobody reads once KV of `num_tokens` tokens is there and final.
 
-        No step that is in flight or comes reads them. tokens: all that the hold is for; the pages
-        that go are entered into the tree. Without them private pages are free. As many pages as it
-        had bound of these are promised to the hold again, if it still wants them.
+        Neither steps in flight nor later ones do. tokens: all that the hold is for. With them the
+        pages go into the tree, without them private pages are free. The hold is promised as many
+        pages again as it had bound of these, if it still wants them.
         """
         if not self.span:
             return  # all of a text is read

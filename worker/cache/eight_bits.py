@@ -1,6 +1,6 @@
 """KV in eight bits: e4m3 numbers, and a power of two for each token, head and part, in the page.
 
-The rows of a head in a page are followed by their exponents, a byte each: a number is worth
+The rows of a head in a page are followed by their exponents, one byte a row: a number is worth
 e4m3 · 2^(byte - 127). The power is the smallest by which no number of its row passes 448. So
 nothing is calibrated, a page that is moved takes its scales along, and bf16 holds every value: a
 kernel may scale keys, scores or a copy, with the same result.

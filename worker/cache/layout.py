@@ -68,7 +68,7 @@ class KVRegion:
 
     @property
     def rows_per_page(self) -> int:
-        """Rows that a page has of each layer, head and part."""
+        """Rows that a page has of a layer, head and part."""
         return self.page_size if self.rows == "token" else 1
 
     @property
@@ -156,6 +156,21 @@ class Regions:
             raise UserError(text, "num_groups")
 
     @property
+    def target(self) -> KVRegion:
+        """The first region: that of the model's own layers, which may have layer groups."""
+        return self.regions[0]
+
+    @property
+    def num_groups(self) -> int:
+        """Layer groups that are announced one by one."""
+        return self.target.num_groups
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page, of every region."""
+        return self.target.page_size
+
+    @property
     def page_bytes(self) -> int:
         """One page of all regions together."""
         return sum(region.page_bytes for region in self.regions)
@@ -170,19 +185,9 @@ class KVLayout(Regions):
         """The region called `name`; KeyError if there is none."""
         return {region.name: region for region in self.regions}[name]
 
-    @property
-    def num_groups(self) -> int:
-        """Layer groups that are announced one by one."""
-        return self.regions[0].num_groups
-
-    @property
-    def page_size(self) -> int:
-        """Tokens per page, of every region."""
-        return self.regions[0].page_size
-
     def describe(self) -> str:
         """Say what a token takes, by region."""
-        sizes = (f"{each.name} {each.page_bytes / self.page_size:,.0f}" for each in self.regions)
+        sizes = (f"{x.name} {x.page_bytes / self.page_size:,.0f}" for x in self.regions)
         state = f"; a request: {self.state.slot_bytes:,d} of state" if self.state else ""
         return f"bytes a token: {', '.join(sizes)}{state}"
 

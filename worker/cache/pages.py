@@ -111,7 +111,7 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Iterable[int]) -> None:
-        """Give pages back; each was handed out by `take` and not freed since."""
+        """Give back pages that `take` has handed out and nobody has freed since."""
         for page in pages:
             assert 0 < page < self.num_pages
             if self._last_launched == self._last_settled:

@@ -79,6 +79,11 @@ class ModelConfig(Section):
         return Path(self.path).expanduser()
 
     @property
+    def noise(self) -> int | None:
+        """Seed of the noise that stands for weights; None: files are read."""
+        return self.seed if self.load_format == "dummy" else None
+
+    @property
     def name(self) -> str:
         """The name in the API."""
         return self.served_name or self.directory.name

@@ -16,7 +16,7 @@ class Section(BaseModel):
     )
 
 
-# Of worker.attention.backends.ATTENTION: without `static_plan`, so no windows are served by them.
+# Of worker.config.backends.ATTENTION: without `static_plan`, so no windows are served by them.
 PLANNED_ON_HOST = frozenset({"flashinfer"})
 MAX_WIDTH = 16
 MAX_NGRAM = 16
@@ -25,7 +25,7 @@ MAX_NGRAM = 16
 class AttentionConfig(Section):
     """Attention backends by kind of batch; a bare string stands for `prefill` and `decode`.
 
-    Values are `auto` or names of worker.attention.backends.ATTENTION.
+    Values are `auto` or names of worker.config.backends.ATTENTION.
     """
 
     prefill: Auto | str = "auto"

@@ -59,8 +59,7 @@ def load_drafter(config: WorkerConfig, shape: DrafterShape, target: Decoder) -> 
     else:
         assert isinstance(shape, ChainShape)
         model = ChainDrafter(shape, target, max_len)
-    load_format, seed = config.model.load_format, config.model.seed
-    model.fill(config.model.drafter_directory(config.spec), load_format=load_format, seed=seed)
+    model.fill(config.model.drafter_directory(config.spec), noise=config.model.noise)
     return model
 
 

@@ -61,8 +61,7 @@ class ChainDrafter(DrafterModel):
         self.hidden_norm = norm("hidden_norm")
         self.projection = linear("projection", 2 * size, bias=shape.projection_bias)
         self.layer_norm = norm("layer_norm")
-        in_features = 2 * size if self.projection is None else size
-        self.attention = SelfAttention(shape, 0, self.rotary, placement, in_features)
+        self.attention = SelfAttention(shape, 0, self.rotary, placement)
         self.post_norm = RMSNorm(size, eps, placement, options)
         self.feed_forward = FeedForward(shape, placement)
         self.final_norm = norm("final_norm")

@@ -34,7 +34,6 @@ from worker.model.layers import ReplicatedLinear, RMSNorm
 from worker.ops.product import product
 from worker.step.rows import SampledRows, read_rows
 from worker.step.state import StepState
-from worker.weights.loader import LoadFormat
 
 Attentions: TypeAlias = Mapping[KeyMask, AttentionBackend]
 
@@ -83,9 +82,9 @@ class DFlashDrafter(DrafterModel):
             self.tables["mask_embedding"] = placement.empty(size)
         self._stacked: Stacked | None = None
 
-    def fill(self, path: Path, *, load_format: LoadFormat = "safetensors", seed: int = 0) -> None:
+    def fill(self, path: Path, *, noise: int | None = None) -> None:
         """As for every drafter; then stack what makes keys and values in all layers."""
-        super().fill(path, load_format=load_format, seed=seed)
+        super().fill(path, noise=noise)
         self._stacked = Stacked.of([layer.attention for _, run in self.runs for layer in run])  # type: ignore
 
     def features(self, taps: Tensor) -> Tensor:

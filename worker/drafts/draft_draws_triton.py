@@ -6,7 +6,7 @@ from torch import Tensor
 from worker.drafts.draft_draws import DraftDraws
 from worker.ops.best_pairs_triton import best_pairs_triton, id_of
 from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import overlap, power_of_two
+from worker.ops.launch import overlap
 from worker.ops.philox_triton import gumbel_at, gumbel_block
 
 BLOCK, WARPS = 1024, 4
@@ -48,12 +48,12 @@ def _best_draft_kernel(
 @triton.jit
 def _keep_draft_kernel(
     values, tokens, pairs, rows, slots, drafts, out, stride,
-    NUM: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, PDL: tl.constexpr,
+    NUM: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (n * NUM): the best of the blocks, or of the ranks' pairs [BLOCKS, n * NUM]."""
     enter(PDL)
     i = tl.program_id(0)
-    at = tl.arange(0, BLOCKS_2)
+    at = tl.arange(0, triton.next_power_of_2(BLOCKS))
     if pairs is not None:
         here = pairs + at * tl.num_programs(0) + i
         found = id_of(tl.max(tl.load(here, mask=at < BLOCKS, other=-(1 << 63)), 0))
@@ -95,6 +95,6 @@ def draw_drafts_triton(logits: Tensor, draws: DraftDraws, drafts: Tensor) -> Ten
         blocks = len(pairs)
     _keep_draft_kernel[(n,)](
         values, tokens, pairs, rows, slots, drafts, out, drafts.stride(0),
-        **overlap(logits, NUM=num, BLOCKS=blocks, BLOCKS_2=power_of_two(blocks), num_warps=1),
+        **overlap(logits, NUM=num, BLOCKS=blocks, num_warps=1),
     )  # fmt: skip
     return out

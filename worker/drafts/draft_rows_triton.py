@@ -5,7 +5,7 @@ from torch import Tensor
 
 from worker.drafts.draft_rows import DraftSteps
 from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import aligned, overlap, power_of_two
+from worker.ops.launch import aligned, overlap
 from worker.step.rows import RowColumns, SampledRows
 
 
@@ -13,15 +13,15 @@ from worker.step.rows import RowColumns, SampledRows
 def _draft_rows_kernel(
     rows, position, valid, drawn, active, seq_len, max_len, page_table, kept, last, ahead, lens,
     stride, stride_rows, stride_table,
-    WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, NUM: tl.constexpr, NUM_2: tl.constexpr,
-    PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, NUM: tl.constexpr, PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (n). kept: i64 [4, stride], the first four fields; ahead: i64 [2, NUM, stride_rows]."""
     enter(PDL)
     i = tl.program_id(0)
     row, was_live = tl.load(rows + i), tl.load(valid + i) != 0
     table, longest = page_table + row * stride_table, tl.load(max_len + row)
-    place = tl.arange(0, WIDTH_2)
+    place = tl.arange(0, triton.next_power_of_2(WIDTH))
     window = place < WIDTH
     at = tl.load(position + i * WIDTH + place, mask=window, other=0)
     line = drawn + i * (2 * WIDTH + 1)
@@ -40,7 +40,7 @@ def _draft_rows_kernel(
     tl.store(out + 3 * stride, tail.to(tl.int64), mask=window)
     tl.store(last + i, i * WIDTH + tl.maximum(num - 1, 0))
     if NUM > 0:
-        step = tl.arange(0, NUM_2)
+        step = tl.arange(0, triton.next_power_of_2(NUM))
         proposes = step < NUM
         here = tl.load(seq_len + row) + step
         inside = proposes & (tl.load(active + row) != 0) & (here + 1 < longest)
@@ -68,8 +68,7 @@ def draft_rows_triton(
         columns.seq_len, columns.max_len, columns.page_table, kept, last, ahead, lens,
         stride, stride_rows, columns.page_table.stride(0),
         **overlap(
-            rows, WIDTH=width, WIDTH_2=power_of_two(width), NUM=num_drafts,
-            NUM_2=power_of_two(max(num_drafts, 1)), PAGES=columns.page_table.shape[1],
+            rows, WIDTH=width, NUM=num_drafts, PAGES=columns.page_table.shape[1],
             PAGE_SIZE=page_size, num_warps=1,
         ),
     )  # fmt: skip
@@ -83,14 +82,13 @@ def draft_rows_triton(
 @triton.jit(do_not_specialize=["stride"])
 def _kept_rows_kernel(
     rows, position, valid, drawn, page_table, out, stride, stride_table,
-    WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    PDL: tl.constexpr,
+    WIDTH: tl.constexpr, PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (n). out: i64 [2, stride]: positions, slots, each [n, WIDTH]."""
     enter(PDL)
     i = tl.program_id(0)
     row, was_live = tl.load(rows + i), tl.load(valid + i) != 0
-    place = tl.arange(0, WIDTH_2)
+    place = tl.arange(0, triton.next_power_of_2(WIDTH))
     window = place < WIDTH
     at = tl.load(position + i * WIDTH + place, mask=window, other=1) - 1
     num = tl.load(drawn + i * (2 * WIDTH + 1) + WIDTH)
@@ -113,8 +111,7 @@ def kept_rows_triton(
         rows, position, valid.view(torch.uint8), drawn, columns.page_table, out,
         out.stride(0), columns.page_table.stride(0),
         **overlap(
-            rows, WIDTH=width, WIDTH_2=power_of_two(width), PAGES=columns.page_table.shape[1],
-            PAGE_SIZE=page_size, num_warps=1,
+            rows, WIDTH=width, PAGES=columns.page_table.shape[1], PAGE_SIZE=page_size, num_warps=1
         ),
     )  # fmt: skip
     positions, slots = out[:, :num_tokens].unbind()

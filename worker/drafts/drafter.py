@@ -14,7 +14,7 @@ from worker.model.attention import RotaryEmbedding
 from worker.model.decoder import Decoder, Taps
 from worker.model.layers import VocabParallelEmbedding
 from worker.step.state import StepState
-from worker.weights.loader import LoadFormat, fill_with_noise, read_weights
+from worker.weights.loader import fill_with_noise, read_weights
 from worker.weights.shard import Key, Shard, split_heads, whole
 
 
@@ -79,19 +79,19 @@ class DrafterModel(nn.Module):
     def ignores(self, name: str) -> bool:
         return name.endswith(Decoder.ignored_suffixes)
 
-    def fill(self, path: Path, *, load_format: LoadFormat = "safetensors", seed: int = 0) -> None:
+    def fill(self, path: Path, *, noise: int | None = None) -> None:
         """Fill the weights from directory `path`, in eval mode; see load_model, and `_map_ids`.
 
-        "dummy" gives a reduced vocabulary evenly spread ids.
+        Noise gives a reduced vocabulary evenly spread ids.
         """
-        if load_format == "dummy":
+        if noise is not None:
             # Names of its own: a part that is called as one of the target's is not to equal it.
             shards = {
                 key._replace(tensor=f"draft.{key.tensor}"): shard
                 for key, shard in self.shards().items()
                 if shard.dest.is_floating_point()
             }
-            fill_with_noise(shards, seed)
+            fill_with_noise(shards, noise)
             self._spread_ids()
         else:
             read_weights(self, path)

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 from worker.config.checkpoint.families import Features
 from worker.config.checkpoint.mask import KeyMask
-from worker.config.checkpoint.shape import LayerShape
+from worker.config.checkpoint.shape import Layer, LayerShape
 
 ChainKind: TypeAlias = Literal["eagle3", "eagle", "mtp"]
 
@@ -61,6 +61,11 @@ class ChainShape(DrafterShape):
     norm_output: bool  # what is fed back is what the head takes: the output after the last norm
     hidden_first: bool  # of the pair that is projected: the feature stands before the token
 
+    @property
+    def in_features(self) -> int:
+        """Token and feature, unless a projection has made one of them."""
+        return self.hidden_size * (1 if "projection" in self.names else 2)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DFlashShape(DrafterShape):
@@ -71,3 +76,8 @@ class DFlashShape(DrafterShape):
     masks: tuple[KeyMask, ...]  # which keys the rows of a block see, by layer
     # Id of the mask token; None: the drafter has a "mask_embedding" of its own, see `names`.
     mask_token_id: int | None
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """In their order."""
+        return tuple(Layer(self.features.attention, i) for i in range(self.num_layers))

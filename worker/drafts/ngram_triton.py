@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import overlap, power_of_two
+from worker.ops.launch import overlap
 from worker.step.rows import RowColumns, SampledRows
 
 BLOCK, WARPS = 2048, 4
@@ -14,15 +14,14 @@ BLOCK, WARPS = 2048, 4
 def _ngram_drafts_kernel(
     rows, position, valid, drawn, active, seq_len, max_len, text, drafts,
     stride_text, stride_drafts,
-    LENGTH: tl.constexpr, WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, NUM: tl.constexpr,
-    NUM_2: tl.constexpr, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    LENGTH: tl.constexpr, WIDTH: tl.constexpr, NUM: tl.constexpr, SHORTEST: tl.constexpr,
+    LONGEST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (n)."""
     enter(PDL)
     i = tl.program_id(0)
     row, was_live = tl.load(rows + i), tl.load(valid + i) != 0
-    line, place = text + row * stride_text, tl.arange(0, WIDTH_2)
+    line, place = text + row * stride_text, tl.arange(0, triton.next_power_of_2(WIDTH))
     window = place < WIDTH
     at = tl.load(position + i * WIDTH + place, mask=window, other=0)
     result = drawn + i * (2 * WIDTH + 1)
@@ -47,7 +46,7 @@ def _ngram_drafts_kernel(
             best = tl.maximum(best, tl.max(tl.where(num_same >= SHORTEST, score, -1), 0))
             start += BLOCK
         end = (best % LENGTH).to(tl.int32)
-        ahead = tl.arange(0, NUM_2)
+        ahead = tl.arange(0, triton.next_power_of_2(NUM))
         proposes = ahead < NUM
         inside = proposes & (best >= 0) & (num + ahead < tl.load(max_len + row))
         source = end + 1 + ahead % tl.maximum(num - 1 - end, 1)
@@ -65,8 +64,7 @@ def ngram_drafts_triton(
         columns.seq_len, columns.max_len, text, columns.drafts,
         text.stride(0), columns.drafts.stride(0),
         **overlap(
-            rows, LENGTH=text.shape[1], WIDTH=width, WIDTH_2=power_of_two(width), NUM=width - 1,
-            NUM_2=power_of_two(max(width - 1, 1)), SHORTEST=lengths[0], LONGEST=lengths[-1],
-            BLOCK=BLOCK, num_warps=WARPS,
+            rows, LENGTH=text.shape[1], WIDTH=width, NUM=width - 1, SHORTEST=lengths[0],
+            LONGEST=lengths[-1], BLOCK=BLOCK, num_warps=WARPS,
         ),
     )  # fmt: skip

@@ -25,7 +25,7 @@ def penalize(logits: Tensor, rows: DrawParams, changes: Changes) -> Tensor:
 
 
 def drafted(drafts: Tensor, vocab_size: int) -> Tensor:
-    """How often each token is among the drafts before each row of a window.
+    """How often a token is among the drafts before a row of a window.
 
     drafts: [m, width - 1] i64, -1 = none. Returns [m * width, vocab_size] i64: row j of a window
     counts its first j drafts.

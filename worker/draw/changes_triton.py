@@ -1,10 +1,10 @@
-"""What a draw makes of a block of a row's logits: changes, then filters.
+"""How a draw changes a block of a row's logits, and filters it.
 
 Changes are bias, penalties, early stops and the grammar's mask; the definitions are `penalize`,
 `ban_early_stops` and `apply_masks` of `sampler.py`. Changed logits are not stored. Every pass that
 reads logits changes them again, so no [rows, vocab] tensor in f32 is ever made. The bits are the
 same, because products and quotients are rounded before anything is added to them. A row without
-changes costs one scalar load for each kind. In a window, WIDTH consecutive rows of logits belong to
+changes costs one scalar load a kind. In a window, WIDTH consecutive rows of logits belong to
 one request. Row j counts the drafts 1 to j as drawn.
 
 Filters are temperature, top_k, top_p and min_p. They compare logits by keys, integers of the same
@@ -165,9 +165,9 @@ def rules_of(logits: Tensor, params: DrawParams, changes: Changes | None) -> Rul
 
 
 @triton.jit
-def best_of(best, row, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr):
+def best_of(best, row, BLOCKS: tl.constexpr):
     """The row's largest logit."""
-    at = tl.arange(0, BLOCKS_2)
+    at = tl.arange(0, triton.next_power_of_2(BLOCKS))
     return tl.max(tl.load(best + row * BLOCKS + at, mask=at < BLOCKS, other=float("-inf")), 0)
 
 
@@ -192,10 +192,9 @@ def weights_of(
     x, key, row, n, vocab, highest, temperature, top_k, min_p, keys, sums,
     PROBABLE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """1 for each token, or with PROBABLE its relative probability; 0 for tokens filtered out.
+    """1 a token, or with PROBABLE its relative probability; 0 for tokens filtered out.
 
-    At top_k's threshold only some of the tokens stay. All of them weigh the same, so each counts
-    in part.
+    At top_k's threshold only some of the tokens stay. They weigh the same, so they count in part.
     """
     likely = is_likely(x, highest, temperature, tl.load(min_p + row), EXACT)
     if PROBABLE:
@@ -245,9 +244,9 @@ def threshold_of(
 
 
 @triton.jit
-def winner_of(values, ids, row, vocab, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr):
+def winner_of(values, ids, row, vocab, BLOCKS: tl.constexpr):
     """The lowest id among the blocks' largest values."""
-    at = tl.arange(0, BLOCKS_2)
+    at = tl.arange(0, triton.next_power_of_2(BLOCKS))
     inside = at < BLOCKS
     value = tl.load(values + row * BLOCKS + at, mask=inside, other=float("-inf"))
     token = tl.load(ids + row * BLOCKS + at, mask=inside, other=vocab - 1)

@@ -1,8 +1,8 @@
-"""Lists on the device of the rows that each pass of a draw works for.
+"""Lists on the device of the rows that the passes of a draw work for.
 
 A pass could have programs for all rows, most of which end at once. That is not free: a program
 holds many registers, so few run at a time, and 256 rows take tens of turns. So a pass has about as
-many programs as run at once, and each program walks down a list of rows.
+many programs as run at once, and a program walks down a list of rows.
 """
 
 from torch import Tensor
@@ -10,8 +10,8 @@ from torch import Tensor
 from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap
 
-BLOCK, WARPS = 1024, 4
-NUM_PROGRAMS = 396  # of a pass: as many as run at once, three on each of 132 multiprocessors
+LISTED_ROWS, WARPS = 1024, 4  # rows that the program lists at once
+NUM_PROGRAMS = 396  # of a pass: as many as run at once, three a multiprocessor of 132
 NUM_LISTS = 7
 
 
@@ -77,13 +77,13 @@ def list_rows(
 
     limits: temperature, top_k and top_p of the n rows; kept: [n] u8, whether the row has its token,
     read with `checked` only; long_slots: [n] i64 or None; least: see `tries`.
-    lists: i32 [NUM_LISTS, n + 1 or more], each its length and then its rows, ascending: rows that
+    lists: i32 [NUM_LISTS, n + 1 or more], a list's length and then its rows, ascending: rows that
     try (without `checked` this alone is written); all without a token; those of them that are
     sampled; of these those with top_k; with top_p; with top_k and a long slot; with top_p and one.
     """
     _list_rows_kernel[(1,)](
         *limits, kept, long_slots, lists, len(kept), lists.shape[1], vocab, least,
-        **overlap(lists, CHECKED=checked, BLOCK=BLOCK, num_warps=WARPS),
+        **overlap(lists, CHECKED=checked, BLOCK=LISTED_ROWS, num_warps=WARPS),
     )  # fmt: skip
 
 

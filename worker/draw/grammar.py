@@ -1,8 +1,8 @@
 """Grammars on the host: llguidance says which tokens may follow, as bit masks.
 
-The router makes an llguidance grammar of the user's schema. Here each request with a grammar has a
+The router makes an llguidance grammar of the user's schema. Here a request with a grammar has a
 matcher, which consumes the request's output. Masks are computed while the forward runs
-(`DecodeLoop.turn`). A grammar is compiled once, in a thread of its own; each request gets a copy.
+(`DecodeLoop.turn`). A grammar is compiled once, in a thread of its own; requests get copies.
 """
 
 import time
@@ -23,11 +23,10 @@ from worker.errors import KvlaneError, Unsupported, UserError, contained
 from worker.forward.draws import Masks
 
 TOO_SLOW = "grammar: too slow to follow"
-MAX_PROTOTYPES = 16  # grammars that are kept compiled, of up to some 100 MB each
-# Copies of a prototype share its lexer, whose states are limited: beyond so many masks of one
-# prototype, the next request gets a new one.
+MAX_PROTOTYPES = 16  # grammars that are kept compiled, some 100 MB a grammar
+# Copies of a prototype share its lexer's limited states: a new one comes after so many masks.
 MAX_MASKS = 1 << 13
-# A token and the mask behind it take 5 ms of CPU time at most, as a rule. What is beyond USUAL_S
+# A token and the mask behind it take 5 ms of CPU time at most, as a rule. Time beyond USUAL_S
 # adds up to a grammar's debt. With more than MAX_DEBT_S all its requests end; in a step whose masks
 # have taken MAX_STEP_S already, one with more than MAX_LATE_DEBT_S ends.
 USUAL_S, MAX_DEBT_S, MAX_LATE_DEBT_S, MAX_STEP_S = 0.02, 0.5, 0.05, 2.0
@@ -39,7 +38,7 @@ class Prototype:
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
         self.num_masks = 0  # that its copies have made
-        self.failed = False  # one of them has; they share what it has used up
+        self.failed = False  # one of them has; they share its limits, which are used up
         self.debt_s = 0.0  # of their time
         self.too_slow: UserError | None = None  # why all of them end
 
@@ -67,11 +66,7 @@ class Matcher:
         self._run(lambda: self._matcher.consume_token(token))
 
     def fill(
-        self,
-        masks: Tensor,
-        index: int,
-        drafts: Sequence[int] = (),
-        max_debt_s: float = MAX_DEBT_S,
+        self, masks: Tensor, index: int, drafts: Sequence[int] = (), max_debt_s: float = MAX_DEBT_S
     ) -> None:
         """Fill masks[index] with the tokens that may follow, masks[index + j] behind drafts[: j].
 
@@ -180,15 +175,15 @@ class Grammars:
     def _compiled(self, grammar: str) -> Future[Prototype]:
         """The grammar's prototype, now or later."""
         known = self._prototypes
-        found = known.pop(grammar, None)
-        if found is None or _is_worn(found):
-            done = [text for text, each in known.items() if each.done()]
+        prototype = known.pop(grammar, None)
+        if prototype is None or _is_worn(prototype):
+            done = [text for text, future in known.items() if future.done()]
             for text in done[: max(0, len(done) - MAX_PROTOTYPES + 1)]:
                 del known[text]
-            found = self._compiler.submit(self._compile, grammar)
-            found.add_done_callback(lambda _: self._wake())
-        known[grammar] = found
-        return found
+            prototype = self._compiler.submit(self._compile, grammar)
+            prototype.add_done_callback(lambda _: self._wake())
+        known[grammar] = prototype
+        return prototype
 
     def _compile(self, grammar: str) -> Prototype:
         with contained("llguidance"):
@@ -197,7 +192,7 @@ class Grammars:
         return Prototype(matcher)
 
     def _loaded(self) -> LLTokenizer:
-        if self._unusable is not None:  # another try would hold up the engine each time
+        if self._unusable is not None:  # another try would hold up the engine again
             raise self._unusable.with_traceback(None)
         if self._tokenizer is None:
             try:
@@ -221,7 +216,7 @@ class Grammars:
     ) -> Masks:
         """Make the masks of rows on the host; a row whose matcher is None may draw all tokens.
 
-        drafts: of each row's window, width - 1 ids, -1 = none; empty: the width is 1.
+        drafts: by row those of its window, width - 1 ids, -1 = none; empty: the width is 1.
         """
         width = len(drafts[0]) + 1 if drafts else 1
         line = [0] * (width * len(matchers))

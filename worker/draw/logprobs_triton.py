@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
+from worker.ops.best_pairs_triton import key_of, value_of
 from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import overlap, power_of_two
+from worker.ops.launch import overlap
 from worker.ops.philox_triton import natural_log
 
-BLOCK, WARPS = 1024, 4
+VOCAB_BLOCK, WARPS = 1024, 4
 
 
 @triton.jit
@@ -17,9 +18,7 @@ def _ranked(logits, row, block, vocab, stride, BLOCK: tl.constexpr):
     inside = tokens < vocab
     x = tl.load(logits + row * stride + tokens, mask=inside, other=float("-inf")).to(tl.float32)
     x = tl.where(x == 0.0, 0.0, x)
-    bits = x.to(tl.int32, bitcast=True)
-    order = tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits).to(tl.int64)
-    ranked = (order << 32) + (0x7FFFFFFF - tokens).to(tl.int64)
+    ranked = (key_of(x, 32).to(tl.int64) << 32) + (0x7FFFFFFF - tokens).to(tl.int64)
     return x, tl.where(inside, ranked, -9223372036854775808)
 
 
@@ -28,11 +27,11 @@ def _blocks_kernel(
     logits, first, sums, vocab, stride,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows): each block's first in rank, and its sum relative to that one."""
+    """Grid (blocks, rows): a block's first in rank, and its sum relative to that one."""
     enter(PDL)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    found = _ranked(logits, row, block, vocab, stride, BLOCK)
-    x, ranked = found[0], found[1]
+    block_of = _ranked(logits, row, block, vocab, stride, BLOCK)
+    x, ranked = block_of[0], block_of[1]
     highest = tl.max(x, 0)
     weight = tl.where(x > float("-inf"), tl.exp(x - highest), 0.0)
     tl.store(first + row * BLOCKS + block, tl.max(ranked, 0))
@@ -42,20 +41,17 @@ def _blocks_kernel(
 @triton.jit
 def _value_of(ranked):
     """The logit within a rank."""
-    order = (ranked >> 32).to(tl.int32)
-    bits = tl.where(order < 0, -order | -2147483648, order)
-    return bits.to(tl.float32, bitcast=True)
+    return value_of((ranked >> 32).to(tl.int32), 32)
 
 
 @triton.jit(do_not_specialize=["num_top"])
 def _walk_kernel(
     logits, token, first, sums, values, ids, vocab, stride, num_top,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, EXACT: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
-    blocks = tl.arange(0, BLOCKS_2)
+    blocks = tl.arange(0, triton.next_power_of_2(BLOCKS))
     here = blocks < BLOCKS
     firsts = tl.load(first + row * BLOCKS + blocks, mask=here, other=-9223372036854775808)
     highest = _value_of(tl.max(firsts, 0))
@@ -70,10 +66,10 @@ def _walk_kernel(
     i = 0
     while i < num_top:
         best = tl.max(firsts, 0)
-        found = 0x7FFFFFFF - (best & 0xFFFFFFFF)
-        tl.store(ids + at + 1 + i, found)
+        likeliest = 0x7FFFFFFF - (best & 0xFFFFFFFF)
+        tl.store(ids + at + 1 + i, likeliest)
         tl.store(values + at + 1 + i, _value_of(best) - log_sum)
-        block = (found // BLOCK).to(tl.int32)
+        block = (likeliest // BLOCK).to(tl.int32)
         ranked = _ranked(logits, row, block, vocab, stride, BLOCK)[1]
         following = tl.max(tl.where(ranked < best, ranked, -9223372036854775808), 0)
         firsts = tl.where(blocks == block, following, firsts)
@@ -85,20 +81,19 @@ def logprobs_triton(logits: Tensor, token: Tensor, num_top: int) -> tuple[Tensor
     n, vocab = logits.shape
     assert logits.stride(1) == 1
     assert num_top <= vocab
-    blocks, device = -(-vocab // BLOCK), logits.device
+    blocks, device = -(-vocab // VOCAB_BLOCK), logits.device
     first = torch.empty(n, blocks, dtype=torch.int64, device=device)
     sums = torch.empty(n, blocks, dtype=torch.float32, device=device)
     values = torch.empty(n, 1 + num_top, dtype=torch.float32, device=device)
     ids = torch.empty(n, 1 + num_top, dtype=torch.int64, device=device)
     _blocks_kernel[(blocks, n)](
         logits, first, sums, vocab, logits.stride(0),
-        **overlap(logits, BLOCK=BLOCK, BLOCKS=blocks, num_warps=WARPS),
+        **overlap(logits, BLOCK=VOCAB_BLOCK, BLOCKS=blocks, num_warps=WARPS),
     )  # fmt: skip
     _walk_kernel[(n,)](
         logits, token, first, sums, values, ids, vocab, logits.stride(0), num_top,
         **overlap(
-            logits, BLOCK=BLOCK, BLOCKS=blocks, BLOCKS_2=power_of_two(blocks),
-            EXACT=logits.is_cuda, num_warps=WARPS,
+            logits, BLOCK=VOCAB_BLOCK, BLOCKS=blocks, EXACT=logits.is_cuda, num_warps=WARPS
         ),
     )  # fmt: skip
     return values, ids

@@ -16,10 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from worker.api import TokenLogprob
 from worker.draw.changes import apply_masks, keep_likely, penalize
-from worker.draw.logprobs import logprobs
-from worker.draw.scores import Head, pinned_copy, read_logprobs
+from worker.draw.logprobs import Head, Scores, logprobs, pinned_copy
 from worker.forward.draws import Changes, DrawParams, Masks
 from worker.ops.best_pairs import VocabPart, best_ids_ref, best_pairs_ref
 from worker.ops.op import op
@@ -58,7 +56,7 @@ def draw_ref(
     changes: Changes | None = None,
     part: VocabPart | None = None,
 ) -> Tensor:
-    """Draw one token for each row: [n] i64; of equal values the lowest id.
+    """Draw one token a row: [n] i64; of equal values the lowest id.
 
     A row's token is the same under every tail that serves it, and with `changes` that do not
     concern it.
@@ -126,7 +124,7 @@ class Draws(NamedTuple):
     tail: Tail  # which kernels are needed, see `sampler.sample`
     penalized: bool = False  # some row has a penalty slot
     num_logprobs: int = -1  # likeliest alternatives to report; -1 = no logprobs
-    masks: Masks | None = None  # what grammars allow in each of n * width draws, on the device
+    masks: Masks | None = None  # what grammars allow in n * width draws, on the device
 
 
 @dataclass(slots=True)
@@ -134,36 +132,27 @@ class Result:
     """Draws of a tail, on their way to the host."""
 
     drawn: Tensor  # [n, 2 * width + 1] i64, see accept_rows_ref; n sampled rows
-    values: Tensor | None = None  # [n * width, 1 + num_logprobs] f32
-    ids: Tensor | None = None  # [n * width, 1 + num_logprobs] i64
+    scores: Scores | None = None  # logprobs of its n * width draws
 
     def first(self, num_rows: int, num_logprobs: int) -> Result:
         """The result of the first rows, with so many alternatives; -1 = no logprobs."""
-        if self.values is None or self.ids is None or num_logprobs < 0:
+        if self.scores is None or num_logprobs < 0:
             return Result(self.drawn[:num_rows])
-        columns = slice(1 + num_logprobs)
-        num_draws = num_rows * (self.drawn.shape[1] // 2)
-        values, ids = self.values[:num_draws, columns], self.ids[:num_draws, columns]
-        return Result(self.drawn[:num_rows], values.contiguous(), ids.contiguous())
+        part = slice(num_rows * (self.drawn.shape[1] // 2)), slice(1 + num_logprobs)
+        scores = Scores(*(each[part].contiguous() for each in self.scores))
+        return Result(self.drawn[:num_rows], scores)
 
     def to_host(self) -> Result:
         """Enqueue copies to pinned memory on the current stream."""
-        values, ids = self.values, self.ids
-        return Result(
-            pinned_copy(self.drawn),
-            None if values is None else pinned_copy(values),
-            None if ids is None else pinned_copy(ids),
-        )
+        scores = None if self.scores is None else self.scores.to_host()
+        return Result(pinned_copy(self.drawn), scores)
 
     def read(self) -> list[Drawn]:
-        """One entry for each sampled row. Call it only once the device has finished."""
+        """One entry a sampled row. Call it only once the device has finished."""
         lines, width = self.drawn.tolist(), self.drawn.shape[1] // 2
-        if self.values is None or self.ids is None:
-            if width == 1:  # the common case, quick for hundreds of rows
-                return [Drawn((token,) if num else (), bool(ended)) for token, num, ended in lines]
-            tokens: list[TokenLogprob] = []
-        else:
-            tokens = read_logprobs(self.values, self.ids)
+        if self.scores is None and width == 1:  # the common case, quick for hundreds of rows
+            return [Drawn((token,) if num else (), bool(ended)) for token, num, ended in lines]
+        tokens = [] if self.scores is None else self.scores.read()
         return [
             Drawn(
                 tuple(line[: line[width]]),
@@ -182,7 +171,7 @@ def draw(
     hidden: Tensor,
     draws: Draws,
 ) -> Result:
-    """Draw a window of tokens for each of `sampled` and advance its row by those that count.
+    """Draw a window of tokens for the rows of `sampled`, and advance a row by those that count.
 
     Enqueues device work only. hidden: [n * width, hidden] after the final norm.
     """
@@ -207,7 +196,6 @@ def draw(
         kept = torch.arange(width, device=drawn.device) < drawn[:, width : width + 1]
         at = params.penalty_slot, ids
         state.penalties.counts.index_put_(at, kept.view(-1).int(), accumulate=True)
-    result = Result(drawn)
-    if num_logprobs >= 0:
-        result.values, result.ids = logprobs(logits, ids, num_logprobs)
-    return result
+    return Result(
+        drawn, Scores(*logprobs(logits, ids, num_logprobs)) if num_logprobs >= 0 else None
+    )

@@ -3,12 +3,12 @@
 The definition is `sampler.draw_ref`; `changes_triton.py` changes logits before a draw. A row is cut
 into blocks of the vocabulary. The passes are:
 
-  best      the largest logit of each block
+  best      blocks' largest logits
   try       a draw without top_p, for rows with a high top_p and no top_k
-  tops      each row's largest logit, and the token that it tried
+  tops      rows' largest logits, and the tokens that they tried
   check     whether top_p keeps the token that a row tried; if so, it is the row's
   search    four bits of the threshold of top_k, then of top_p
-  ties      number of each block's tokens with the threshold's logit
+  ties      numbers of blocks' tokens with the threshold's logit
   draw      the largest perturbed logit that is left, by block
   winner    the same by row
 """
@@ -31,7 +31,7 @@ from worker.forward.draws import Changes, DrawParams
 from worker.ops.best_pairs import VocabPart
 from worker.ops.best_pairs_triton import best_ids_triton, best_pairs_triton, key_of
 from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import aligned, overlap, power_of_two
+from worker.ops.launch import aligned, overlap
 from worker.ops.philox_triton import gumbel_block
 from worker.plan import Tail
 
@@ -40,7 +40,7 @@ SEARCH_BLOCK, SEARCH_WARPS = 4096, 4
 RADIX_BITS = 4
 # By itself the compiler takes up to 255, and then two programs run at a time instead of three.
 BEST_REGISTERS, WALK_REGISTERS = 128, 168
-NUM_DRAWING = 1056  # programs of the last pass, eight on each multiprocessor: they are small
+NUM_DRAWING = 1056  # programs of the last pass, eight a multiprocessor: they are small
 Searched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # best, tops, keys, sums, ties
 TRY_FROM = 0.5  # least top_p with which a try costs less than the searches that it mostly saves
 
@@ -84,9 +84,8 @@ def _best_kernel(
 @triton.jit(do_not_specialize=["n", "least"])
 def _tops_kernel(
     logits, rules, temperatures, top_k, top_p, least, best, values, ids, tops, tried, n, vocab,
-    stride, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, DRAW_BLOCKS: tl.constexpr,
-    DRAW_BLOCKS_2: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
-    PDL: tl.constexpr,
+    stride, BLOCKS: tl.constexpr, DRAW_BLOCKS: tl.constexpr, STOPS: tl.constexpr,
+    WIDTH: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row: its largest logit and, where it tried, the token and its logit.
 
@@ -97,9 +96,9 @@ def _tops_kernel(
     temperature = tl.load(temperatures + row)
     if temperature == 0.0:
         return
-    tl.store(tops + row, best_of(best, row, BLOCKS, BLOCKS_2))
+    tl.store(tops + row, best_of(best, row, BLOCKS))
     if tries(temperature, tl.load(top_k + row), tl.load(top_p + row), vocab, least):
-        token = winner_of(values, ids, row, vocab, DRAW_BLOCKS, DRAW_BLOCKS_2)
+        token = winner_of(values, ids, row, vocab, DRAW_BLOCKS)
         few = tl.arange(0, 16)
         near = changed_logits(logits, row, token + few, vocab, stride, rules, STOPS, WIDTH, EXACT)
         tl.store(tops + n + row, tl.max(tl.where(few == 0, near, float("-inf")), 0))
@@ -110,9 +109,8 @@ def _tops_kernel(
 def _check_kernel(
     rows, logits, rules, temperatures, top_k, top_p, min_p,
     tops, tried, keys, sums, partial, arrivals, kept, n, vocab, stride,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr,
-    STOPS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    RADIX: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr,
+    BITS: tl.constexpr, RADIX: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, rows at once): weight of tokens before the one that was tried, and of all.
 
@@ -138,7 +136,7 @@ def _check_kernel(
         tl.debug_barrier()  # as in the search
         arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu")
         if arrived == BLOCKS - 1:
-            blocks = tl.arange(0, BLOCKS_2)
+            blocks = tl.arange(0, triton.next_power_of_2(BLOCKS))
             here, at = blocks < BLOCKS, partial + (row * BLOCKS + blocks) * RADIX
             above = tl.sum(tl.load(at, mask=here, other=0.0, cache_modifier=".cg"), 0)
             total = tl.sum(tl.load(at + 1, mask=here, other=0.0, cache_modifier=".cg"), 0)
@@ -153,14 +151,13 @@ def _check_kernel(
 @triton.jit
 def _narrow(
     partial, row, n, limit, keys, sums, shift, first,
-    PROBABLE: tl.constexpr, RADIX: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr,
+    PROBABLE: tl.constexpr, RADIX: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Find four more bits of the row's threshold; the sums of all blocks have been stored.
 
-    keys: [2, n], one for each search. sums: [2, 3, n]: weight above the threshold, weight at or
-    above it, target.
+    keys: [2, n], of two searches. sums: [2, 3, n]: weight above the threshold, from it on, target.
     """
-    blocks, digits = tl.arange(0, BLOCKS_2), tl.arange(0, RADIX)
+    blocks, digits = tl.arange(0, triton.next_power_of_2(BLOCKS)), tl.arange(0, RADIX)
     at = (row * BLOCKS + blocks)[:, None] * RADIX + digits[None, :]
     parts = tl.load(partial + at, mask=(blocks < BLOCKS)[:, None], other=0.0, cache_modifier=".cg")
     from_digit = tl.sum(parts, 0)  # never rises along the digits
@@ -190,11 +187,11 @@ def _narrow(
 def _search_kernel(
     rows, logits, rules, temperatures, top_k, top_p, min_p,
     tops, keys, sums, partial, arrivals, n, vocab, stride, shift,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, STOPS: tl.constexpr,
-    WIDTH: tl.constexpr, BITS: tl.constexpr, RADIX: tl.constexpr, RADIX_BITS: tl.constexpr,
-    PROBABLE: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr,
+    BITS: tl.constexpr, RADIX: tl.constexpr, RADIX_BITS: tl.constexpr, PROBABLE: tl.constexpr,
+    EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows at once): the weight at or above each of RADIX keys.
+    """Grid (blocks, rows at once): the weights at or above RADIX keys.
 
     The block that arrives last runs _narrow. PROBABLE: search for top_p; else for top_k.
     """
@@ -222,10 +219,7 @@ def _search_kernel(
         arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu")
         if arrived == BLOCKS - 1:
             first = shift == BITS - RADIX_BITS
-            _narrow(
-                partial, row, n, limit, keys, sums, shift, first,
-                PROBABLE, RADIX, BLOCKS, BLOCKS_2,
-            )  # fmt: skip
+            _narrow(partial, row, n, limit, keys, sums, shift, first, PROBABLE, RADIX, BLOCKS)
             tl.store(arrivals + row, 0)
         i += tl.num_programs(1)
 
@@ -237,7 +231,7 @@ def _ties_kernel(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr,
     BITS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows at once): how many tokens of each block are at the threshold."""
+    """Grid (blocks, rows at once): how many tokens of a block are at the threshold."""
     enter(PDL)
     block, i = tl.program_id(0), tl.program_id(1)
     num = tl.load(rows)
@@ -260,8 +254,7 @@ def _ties_kernel(
 def _draw_block(
     logits, rules, seed, temperatures, top_k, top_p, min_p,
     best, tops, keys, sums, ties, values, ids, row, n, first, vocab, stride,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr,
-    SEARCH_BLOCKS: tl.constexpr, SEARCH_BLOCKS_2: tl.constexpr, STOPS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SEARCH_BLOCKS: tl.constexpr, STOPS: tl.constexpr,
     WIDTH: tl.constexpr, BITS: tl.constexpr, FILTERED: tl.constexpr, TRY: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -276,10 +269,7 @@ def _draw_block(
     temperature = tl.load(temperatures + row)
     if temperature != 0.0:
         if FILTERED:
-            if TRY:
-                highest = best_of(best, row, SEARCH_BLOCKS, SEARCH_BLOCKS_2)
-            else:
-                highest = tl.load(tops + row)
+            highest = best_of(best, row, SEARCH_BLOCKS) if TRY else tl.load(tops + row)
             likely = is_likely(x, highest, temperature, tl.load(min_p + row), EXACT)
             x = tl.where(likely, x, float("-inf"))
         if FILTERED and not TRY:
@@ -289,7 +279,7 @@ def _draw_block(
             )
             cut, room = threshold[0], threshold[1]
             x = tl.where(key >= cut, x, float("-inf"))
-            blocks = tl.arange(0, BLOCKS_2)
+            blocks = tl.arange(0, triton.next_power_of_2(BLOCKS))
             at = ties + row * BLOCKS + blocks
             before = tl.sum(tl.load(at, mask=blocks < block, other=0), 0)
             own = tl.load(ties + row * BLOCKS + block)
@@ -311,12 +301,11 @@ def _draw_block(
 def _draw_kernel(
     rows, logits, rules, seed, temperatures, top_k, top_p, min_p, least,
     best, tops, keys, sums, ties, values, ids, n, first, vocab, stride,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr,
-    SEARCH_BLOCKS: tl.constexpr, SEARCH_BLOCKS_2: tl.constexpr, STOPS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SEARCH_BLOCKS: tl.constexpr, STOPS: tl.constexpr,
     WIDTH: tl.constexpr, BITS: tl.constexpr, FILTERED: tl.constexpr, TRY: tl.constexpr,
     EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows): the largest perturbed logit of each block, the lowest id with it.
+    """Grid (blocks, rows): a block's largest perturbed logit, the lowest id with it.
 
     FILTERED: some row may have filters. TRY: draw without top_p, for rows that try. FILTERED and
     not TRY: draw for the list `rows`, grid (blocks, rows at once).
@@ -331,8 +320,7 @@ def _draw_kernel(
             _draw_block(
                 logits, rules, seed, temperatures, top_k, top_p, min_p,
                 best, tops, keys, sums, ties, values, ids, row, n, first, vocab, stride,
-                BLOCK, BLOCKS, BLOCKS_2, SEARCH_BLOCKS, SEARCH_BLOCKS_2, STOPS, WIDTH, BITS,
-                FILTERED, TRY, EXACT,
+                BLOCK, BLOCKS, SEARCH_BLOCKS, STOPS, WIDTH, BITS, FILTERED, TRY, EXACT,
             )  # fmt: skip
             i += tl.num_programs(1)
     else:
@@ -345,19 +333,16 @@ def _draw_kernel(
             _draw_block(
                 logits, rules, seed, temperatures, top_k, top_p, min_p,
                 best, tops, keys, sums, ties, values, ids, row, n, first, vocab, stride,
-                BLOCK, BLOCKS, BLOCKS_2, SEARCH_BLOCKS, SEARCH_BLOCKS_2, STOPS, WIDTH, BITS,
-                FILTERED, TRY, EXACT,
+                BLOCK, BLOCKS, SEARCH_BLOCKS, STOPS, WIDTH, BITS, FILTERED, TRY, EXACT,
             )  # fmt: skip
 
 
 @triton.jit
-def _winner_kernel(
-    values, ids, out, vocab, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+def _winner_kernel(values, ids, out, vocab, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """One program a row."""
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
-    token = winner_of(values, ids, row, vocab, BLOCKS, BLOCKS_2)
+    token = winner_of(values, ids, row, vocab, BLOCKS)
     tl.store(out + row, token.to(tl.int64))
 
 
@@ -411,9 +396,7 @@ class _Draw:
         out = self._scratch(n, dtype=torch.int64)
         _winner_kernel[(n,)](
             self.values, self.ids, out, vocab,
-            **overlap(
-                self.logits, BLOCKS=self.blocks, BLOCKS_2=power_of_two(self.blocks), num_warps=1
-            ),
+            **overlap(self.logits, BLOCKS=self.blocks, num_warps=1),
         )  # fmt: skip
         return out
 
@@ -424,9 +407,7 @@ class _Draw:
             self.values, self.ids, n, self.first, self.first + vocab, stride,
             **overlap(
                 self.logits, BLOCK=DRAW_BLOCK, BLOCKS=self.blocks,
-                BLOCKS_2=power_of_two(self.blocks), SEARCH_BLOCKS=self.search_blocks,
-                SEARCH_BLOCKS_2=power_of_two(self.search_blocks), num_warps=DRAW_WARPS,
-                **constants, **self.shared,
+                SEARCH_BLOCKS=self.search_blocks, num_warps=DRAW_WARPS, **constants, **self.shared,
             ),
         )  # fmt: skip
 
@@ -444,9 +425,9 @@ class _Draw:
         lists = self._scratch(NUM_LISTS, aligned(n + 1), dtype=torch.int32)
         try_rows, undrawn, rows_left, *search_rows = lists
         searched = best, tops, keys, sums, ties
-        grid, blocks_2 = (blocks, rows_at_once(n, blocks)), power_of_two(blocks)
+        grid = blocks, rows_at_once(n, blocks)
         common = dict(BLOCK=SEARCH_BLOCK, BLOCKS=blocks, num_warps=SEARCH_WARPS, **self.shared)
-        walks = common | {"maxnreg": WALK_REGISTERS}
+        walks = common | {"RADIX": 1 << RADIX_BITS, "maxnreg": WALK_REGISTERS}
         _best_kernel[(blocks, n)](
             logits, rules, limits[0], best, keys, arrivals, kept, n, vocab, stride,
             **overlap(logits, maxnreg=BEST_REGISTERS, **common),
@@ -456,8 +437,7 @@ class _Draw:
             logits, rules, *limits[:3], TRY_FROM, best, self.values, self.ids, tops, tried,
             n, vocab, stride,
             **overlap(
-                logits, BLOCKS=blocks, BLOCKS_2=blocks_2, DRAW_BLOCKS=self.blocks,
-                DRAW_BLOCKS_2=power_of_two(self.blocks), num_warps=1,
+                logits, BLOCKS=blocks, DRAW_BLOCKS=self.blocks, num_warps=1,
                 **{name: self.shared[name] for name in ("STOPS", "WIDTH", "EXACT")},
             ),
         )  # fmt: skip
@@ -465,7 +445,7 @@ class _Draw:
         _check_kernel[grid](
             try_rows, logits, rules, *limits,
             tops, tried, keys, sums, partial, arrivals, kept, n, vocab, stride,
-            **overlap(logits, BLOCKS_2=blocks_2, RADIX=1 << RADIX_BITS, **walks),
+            **overlap(logits, **walks),
         )  # fmt: skip
         list_rows(limits[:3], kept, self.long_slots, lists, vocab, TRY_FROM, checked=True)
         for probable in (False, True):
@@ -475,10 +455,7 @@ class _Draw:
                 _search_kernel[grid](
                     rows, logits, rules, *limits,
                     tops, keys, sums, partial, arrivals, n, vocab, stride, shift,
-                    **overlap(
-                        logits, BLOCKS_2=blocks_2, RADIX=1 << RADIX_BITS,
-                        RADIX_BITS=RADIX_BITS, PROBABLE=probable, **walks,
-                    ),
+                    **overlap(logits, RADIX_BITS=RADIX_BITS, PROBABLE=probable, **walks),
                 )  # fmt: skip
         _ties_kernel[(self.blocks, rows_at_once(n, self.blocks))](
             rows_left, logits, rules, *limits, tops, keys, sums, ties, n, vocab, stride,
@@ -497,7 +474,7 @@ def draw_triton(
     changes: Changes | None = None,
     part: VocabPart | None = None,
 ) -> Tensor:
-    """Draw with no host sync, fit for a CUDA graph. Rows of logits and each tensor are contiguous.
+    """Draw with no host sync, fit for a CUDA graph; see draw_ref. Rows and tensors are contiguous.
 
     The tokens kept may differ from draw_ref's in two cases. The probability before a token is
     within f32's rounding of top_p: sums are pairwise here and sequential there. Or, in f32, two

@@ -27,7 +27,7 @@ class HostLengths:
     page table is the sink's by then, and its result is not used.
     """
 
-    query_lens: Sequence[int]  # [num_reqs]; tokens of each request
+    query_lens: Sequence[int]  # [num_reqs]; tokens of the requests
     seq_lens: Sequence[int]  # [num_reqs]; KV lengths after this step, at least query_lens
 
 
@@ -41,7 +41,7 @@ class WindowShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """What a chain drafter's rows of a batch of chunks are made of, a line for each token.
+    """What a chain drafter's rows of a batch of chunks are made of, a line a token.
 
     The draft row of the token at position t is made of it and the feature of token t - 1.
     """
@@ -55,7 +55,7 @@ class DraftRows:
 
 
 class StateWindows(NamedTuple):
-    """Rows of a decode step with states: n windows of `width` tokens each."""
+    """Rows of a decode step with states: n windows of `width` tokens."""
 
     live: Tensor  # [n] i64; numbers of rows; 0: no row, which writes nothing but zeros
     state_slot: Tensor  # [num_rows + 1] i64
@@ -69,8 +69,8 @@ class StateChunks(NamedTuple):
 
     query_start: Tensor  # [n + 1] i32
     seq_lens: Tensor  # [n] i32; with the chunk
-    slots: Tensor  # [n] i32; of each request's state
-    # [2, at least all blocks] i32: request (n: none) and first token of each block of the batch
+    slots: Tensor  # [n] i32; of the requests' states
+    # [2, at least all blocks] i32: request (n: none) and first token of the batch's blocks
     blocks: Tensor
 
 
@@ -85,7 +85,7 @@ class Batch:
     """
 
     input_ids: Tensor  # [num_tokens] i64
-    positions: Tensor  # [num_tokens] i64; position of each token in its request
+    positions: Tensor  # [num_tokens] i64; positions of the tokens in their requests
     slot_mapping: Tensor  # [num_tokens] i64; page * page_size + offset where the token's KV goes
     query_start: Tensor  # [num_reqs + 1] i32
     seq_lens: Tensor  # [num_reqs] i32; KV length after this step; true on the device
@@ -95,7 +95,7 @@ class Batch:
     max_query_len: int  # host bound of the tokens of one request
     max_seq_len_ub: int  # host bound of seq_lens: steps in flight are not settled yet
     host: HostLengths | None = None  # None while capturing: lengths differ by replay
-    # [n] i64: index of each request's last token, then zeros. If given, the forward returns hidden
+    # [n] i64: index of the requests' last tokens, then zeros. If given, the forward returns hidden
     # states of these tokens only.
     last_token_rows: Tensor | None = None
     draft: DraftRows | None = None  # of chunks, if a chain drafter reads them

@@ -21,7 +21,7 @@ class LayerAttention(Protocol):
         ...
 
     def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
-        """Attend up to each position; the tokens' own keys and values are stored already.
+        """Attend up to the tokens' positions; the tokens' own keys and values are stored already.
 
         q: [num_tokens, num_heads, head_dim] of the pool's dtype. Returns the same shape, in the
         memory of `out` if given (of q's shape and dtype, contiguous); padded tokens are zero. The
@@ -45,7 +45,7 @@ class ForwardContext:
     batch: Batch
     attention: LayerAttention
     attn_plan: object
-    # The layer hook: host code, called with each layer's id, in order, once every kernel that
+    # The layer hook: host code, called with the layers' ids, in order, once every kernel that
     # writes the layer's KV is enqueued. None while capturing: breaks call the hook of the replay.
     on_layer: LayerHook | None = None
     breaks: Breaks | None = None  # None: not capturing, or a decode step, which has no breaks

@@ -34,7 +34,7 @@ class Masks(NamedTuple):
 
     @classmethod
     def none(cls, num_rows: int, vocab_size: int) -> "Masks":
-        """On the host: all is allowed in each row."""
+        """On the host: all is allowed in all rows."""
         words = torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32)
         return cls(words, torch.zeros(num_rows, dtype=torch.int64))
 
@@ -43,12 +43,12 @@ class Masks(NamedTuple):
 class Changes:
     """What changes the logits of some rows before their draw."""
 
-    counts: Tensor  # [1 + slots, vocab] i32; how often each token was drawn; line 0 is never read
+    counts: Tensor  # [1 + slots, vocab] i32; how often a token was drawn; line 0 is never read
     in_prompt: Tensor  # [1 + slots, vocab] bool
     bias: Tensor  # [1 + slots, vocab] f32
     biased: Tensor  # [1 + slots] bool; whether the slot has a bias
     masks: "Masks | None" = None
-    # [n / width, width - 1] i64: the drafts of each window, -1 = none; None: the width is 1.
+    # [n / width, width - 1] i64: the drafts of the windows, -1 = none; None: the width is 1.
     drafts: Tensor | None = None
 
     @property

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from worker.attention.base import AttentionShape
 from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store
 from worker.config.checkpoint.rope_fields import Rope
 from worker.config.checkpoint.shape import LayerShape
@@ -14,11 +15,11 @@ from worker.forward.context import current
 from worker.model.layers import (
     ColumnParallelLinear,
     NormOptions,
-    Placement,
     RMSNorm,
     RowParallelLinear,
     selected,
 )
+from worker.model.placement import Placement
 from worker.ops.norms import sigmoid_gate
 from worker.ops.rope import rope_inv_freq, rope_table
 from worker.weights.base import Matrix, Operand, Parts
@@ -130,14 +131,9 @@ class SelfAttention(nn.Module):
     """Projections, optional norms, rope and attention of one layer."""
 
     def __init__(
-        self,
-        shape: LayerShape,
-        layer_id: int,
-        rotary: RotaryEmbedding,
-        placement: Placement,
-        in_features: int | None = None,
+        self, shape: LayerShape, layer_id: int, rotary: RotaryEmbedding, placement: Placement
     ) -> None:
-        """in_features: of q, k and v; None: the hidden size."""
+        """layer_id: of the pool."""
         super().__init__()
         num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         collective, features, eps = placement.collective, shape.features, shape.rms_norm_eps
@@ -150,11 +146,10 @@ class SelfAttention(nn.Module):
         rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         if features.output_gate:  # q_proj has both, head by head: see shards
             rows = {"gate": q, **rows}
-        in_features = in_features or size
         self._moved, self._fused = moved_rows_of(shape), features.fused_qkv
         parts = Parts(
             rows,
-            all_of(in_features),
+            all_of(shape.in_features),
             moved=bool(self._moved) or self._fused or features.output_gate,
             modules=["qkv_proj"] if self._fused else ["q_proj", "k_proj", "v_proj"],
         )
@@ -175,8 +170,8 @@ class SelfAttention(nn.Module):
             self.wide_norms = HeadLayerNorms(shape, heads, placement)
         self.sinks = placement.empty(heads.num_heads) if features.sinks else None
         assert not (self._moved or self._fused) or not (features.qk_norm or features.output_gate)
-        self.rotary, self.layer_id = rotary, layer_id  # of the pool
-        self._heads, self._head_dim = heads, head_dim
+        self.rotary, self.layer_id = rotary, layer_id
+        self._shape, self._heads, self._head_dim = shape, heads, head_dim
         self._all_heads = num_heads
         self._gate_width = heads.num_heads * head_dim if features.output_gate else 0
 
@@ -201,6 +196,14 @@ class SelfAttention(nn.Module):
         if self._gate_width:
             out = sigmoid_gate(out, selected(qkv[:, : self._gate_width], rows))
         return self.output(out)
+
+    def attended(self) -> AttentionShape:
+        """What a backend attends with for such layers."""
+        shape, heads = self._shape, self._heads
+        return AttentionShape(
+            heads.num_heads, heads.num_kv_heads, self._head_dim, shape.attention_scale,
+            cap=shape.scales.attention_cap, sinks=shape.features.sinks,
+        )  # fmt: skip
 
     def store(self, hidden: Tensor, positions: Tensor) -> None:
         """Only the keys and values of forward(), into the tokens' slots.

@@ -3,40 +3,35 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from worker.attention.recurrent.delta_net import DeltaState
-from worker.config.checkpoint.delta_shape import DeltaShape
+from worker.attention.base import Attentions, AttentionShape
+from worker.attention.build import build_attentions
+from worker.attention.recurrent.delta_net import DeltaState, delta_states
+from worker.cache.pool import KVPool
 from worker.config.checkpoint.families import FAMILIES, Features
 from worker.config.checkpoint.shape import LayerShape, ModelShape
 from worker.model.attention import RotaryEmbedding, SelfAttention
-from worker.model.delta_net import DeltaNet, rank_delta
+from worker.model.delta_net import DeltaNet
 from worker.model.experts import Experts
+from worker.model.kinds import KINDS, kinds_of
 from worker.model.layers import (
     ColumnParallelLinear,
     LayerNorm,
     NormOptions,
-    Placement,
     RMSNorm,
     RowParallelLinear,
     Sum,
     VocabParallelEmbedding,
     selected,
 )
+from worker.model.placement import Placement
 from worker.ops.norms import geglu, squared_relu, swiglu
 from worker.weights.base import Matrix, Operand, Parts
-from worker.weights.shard import (
-    Key,
-    Part,
-    Shard,
-    all_of,
-    joined,
-    rearranged,
-    split_even,
-    split_heads,
-)
+from worker.weights.shard import Key, Part, Shard, all_of, joined, rearranged, split_even
 
 
 def activation_of(name: str) -> Callable[[Tensor], Tensor] | None:
@@ -89,9 +84,6 @@ class FeedForward(nn.Module):
         return shards | self.down.shards(prefix)
 
 
-# What a layer is made of, by the names of Features.
-ATTENTIONS: Mapping[str, type[SelfAttention]] = {"heads": SelfAttention}
-MIXERS = {False: "self_attn", True: "linear_attn"}  # name in the checkpoint; is it a delta net?
 MTP_PREFIXES = ("model.mtp_layers.", "mtp.")  # of a layer that drafts, in the same files
 
 
@@ -108,19 +100,12 @@ class DecoderLayer(nn.Module):
     """Attention and feed-forward; the norm that follows each of them adds up the ranks' parts."""
 
     def __init__(
-        self,
-        shape: LayerShape,
-        layer_id: int,
-        rotary: RotaryEmbedding,
-        placement: Placement,
-        *,
-        is_delta: bool = False,
-        is_sparse: bool = False,
+        self, shape: LayerShape, number: int, rotary: RotaryEmbedding, placement: Placement
     ) -> None:
-        """layer_id: of the pool. is_delta: has a gated delta net for its attention; is_sparse: has
-        experts for its feed-forward."""
+        """number: of the layer; `shape.layers` has what it is made of."""
         super().__init__()
         features, self._names = shape.features, shape.features.norms
+        made, kind = shape.layers[number], KINDS[shape.layers[number].kind]
         self._collective, self._scale = placement.collective, shape.scales.residual
         self._parallel = features.parallel
 
@@ -131,18 +116,13 @@ class DecoderLayer(nn.Module):
 
         self.input_norm = norm(self._names.attention_in, before=True) or Sum()
         self.attention_norm = norm(self._names.attention_out, before=False)
-        self.attention: SelfAttention | DeltaNet
-        self._mixer = MIXERS[is_delta]
-        inside = placement.below(self._mixer)
-        if is_delta:
-            assert isinstance(shape, ModelShape)
-            self.attention = DeltaNet(shape, inside)
-        else:
-            self.attention = ATTENTIONS[features.attention](shape, layer_id, rotary, inside)
+        self.kind, self._mixer = made.kind, kind.mixer
+        inside = placement.below(kind.mixer)
+        self.attention: SelfAttention | DeltaNet = kind.build(shape, made.number, rotary, inside)
         self.post_norm = norm(self._names.feed_forward_in, before=True) or Sum()
         self._block = "mlp"
         self.feed_forward: FeedForward | Experts
-        if is_sparse:
+        if made.is_sparse:
             assert isinstance(shape, ModelShape)
             assert features.experts is not None
             self._block = features.experts.block
@@ -191,10 +171,10 @@ class DecoderLayer(nn.Module):
 def _experts(shape: ModelShape, placement: Placement) -> Experts:
     """Those of a layer, and the one that all tokens share."""
     assert shape.experts is not None
-    width, shared = shape.experts.shared_width, None
-    if width:
+    names, width, shared = shape.features.experts, shape.experts.shared_width, None
+    if width and names is not None:
         narrow = replace(shape, intermediate_size=width)
-        shared = FeedForward(narrow, placement.below("shared_expert"))
+        shared = FeedForward(narrow, placement.below(names.shared))
     return Experts(shape, placement, shared)
 
 
@@ -238,12 +218,9 @@ class Decoder(nn.Module):
         self.shape = shape
         # What else is built for it, as drafters are, is in the model's dtype.
         self.placement, self.collective = placement.plain, placement.collective
-        self.heads = split_heads(
-            shape.num_heads, shape.num_kv_heads, self.collective.rank, self.collective.size
-        )
-        self.delta: DeltaShape | None = None  # heads of this rank's gated delta nets
-        if shape.delta is not None:
-            self.delta = rank_delta(shape.delta, self.collective.rank, self.collective.size)
+        ranks = self.collective.rank, self.collective.size
+        # Heads of this rank, by the kind of layer.
+        self.shares = {name: kind.share(shape, *ranks) for name, kind in kinds_of(shape).items()}
         vocabulary = shape.vocab_size, shape.hidden_size, placement
         self.embedding = VocabParallelEmbedding(*vocabulary)
         ropes = [shape.rope(number) for number in range(shape.num_layers)]
@@ -251,16 +228,12 @@ class Decoder(nn.Module):
             rope: RotaryEmbedding(shape, rope, shape.max_position_embeddings, placement.device)
             for rope in dict.fromkeys(ropes)
         }
-        is_delta = shape.is_delta or (False,) * shape.num_layers
-        is_sparse = shape.is_sparse or (False,) * shape.num_layers
         self.layers = nn.ModuleList(
             DecoderLayer(
                 shape,
-                number - sum(is_delta[:number]),
+                number,
                 tables[ropes[number]],
                 placement.below(f"{FAMILIES[shape.architecture].prefix}.layers.{number}"),
-                is_delta=is_delta[number],
-                is_sparse=is_sparse[number],
             )
             for number in range(shape.num_layers)
         )
@@ -288,21 +261,27 @@ class Decoder(nn.Module):
         self.norm.tap = taps.after(len(self.layers) - 1)
         return taps
 
-    def keep(self, states: Iterable[DeltaState]) -> None:
-        """Keep the states of the gated delta nets there, layer by layer, in later steps."""
-        nets = [each for each in self.modules() if isinstance(each, DeltaNet)]
-        for net, state in zip(nets, states, strict=True):
-            net.state = state
+    def of_kind(self, kind: str) -> list[Any]:
+        """What stands in the place of attention in the layers of this kind, in their order."""
+        layers: Iterable[Any] = self.layers
+        return [layer.attention for layer in layers if layer.kind == kind]
+
+    def keep(self, pool: KVPool, num_rows: int, max_width: int) -> None:
+        """Keep recurrent states in the slots of `pool` in later steps; see `delta_states`."""
+        if nets := self.of_kind("delta"):
+            states = delta_states(pool.states, self.shares["delta"], num_rows, max_width)
+            for net, state in zip(nets, states, strict=True):
+                net.state = state
 
     def pad_below(self, sink: int) -> None:
-        """Tokens whose KV goes to slots below `sink` are padding, in later steps: no expert's."""
-        for each in self.experts:
-            each.sink = sink
+        """In later steps no expert computes padding: the tokens with KV slots below `sink`."""
+        for experts in self.experts:
+            experts.sink = sink
 
     @property
     def states(self) -> list[DeltaState]:
-        """Those that are kept, layer by layer; without gated delta nets none."""
-        return [each.state for each in self.modules() if isinstance(each, DeltaNet)]
+        """The states that are kept, layer by layer; none without gated delta nets."""
+        return [net.state for net in self.of_kind("delta")]
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """input_ids: [num_tokens] i64 -> [num_tokens, hidden_size]."""
@@ -310,10 +289,20 @@ class Decoder(nn.Module):
         return hidden if self._scale == 1 else hidden * self._scale
 
     @property
-    def sinks(self) -> list[Tensor]:
-        """Of each layer [num_heads of this rank], where layers have them."""
-        made = [each.sinks for each in self.modules() if isinstance(each, SelfAttention)]
-        return [each for each in made if each is not None]
+    def is_recurrent(self) -> bool:
+        """Whether some layers keep a state of each request."""
+        return "delta" in self.shares
+
+    @property
+    def attended(self) -> AttentionShape:
+        """What the layers with keys attend with."""
+        return self.of_kind(self.shape.features.attention)[0].attended()
+
+    def attentions(self, names: Mapping[str, str], pool: KVPool, dtype: str = "") -> Attentions:
+        """The backends of the layers with keys; dtype: of queries. See `build_attentions`."""
+        shape = replace(self.attended, dtype=dtype)
+        sinks = [each.sinks for each in self.of_kind(shape.kind) if each.sinks is not None]
+        return build_attentions(names, pool, shape, self.shape.masks, sinks)
 
     def forward(self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
         """All layers and the final norm, within a forward_context(): [num_tokens, hidden_size].

@@ -9,26 +9,17 @@ from torch import Tensor, nn
 from worker.attention.recurrent.chunk import delta_chunk
 from worker.attention.recurrent.delta_net import DeltaState, DeltaWeights
 from worker.attention.recurrent.window import delta_window
-from worker.config.checkpoint.delta_shape import TAPS, DeltaShape
+from worker.config.checkpoint.delta_shape import TAPS
 from worker.config.checkpoint.shape import ModelShape
 from worker.forward.batch import StateChunks, StateWindows
 from worker.forward.context import current
-from worker.model.layers import (
-    ColumnParallelLinear,
-    Placement,
-    RowParallelLinear,
-    selected,
-)
+from worker.model.kinds import delta_share
+from worker.model.layers import ColumnParallelLinear, RowParallelLinear, selected
+from worker.model.placement import Placement
 from worker.weights.base import Parts
 from worker.weights.shard import Key, Part, Shard, all_of, by_head, split_even, stacked, whole
 
 PARTS = ("q", "k", "v", "z", "b", "a")  # of a token's packed projection
-
-
-def rank_delta(shape: DeltaShape, rank: int, size: int) -> DeltaShape:
-    """The heads of one rank; Unsupported if they cannot be divided evenly."""
-    held = split_even("linear_num_key_heads", shape.key_heads, rank, size)
-    return shape._replace(key_heads=held.stop - held.start)
 
 
 class DeltaNet(nn.Module):
@@ -37,7 +28,10 @@ class DeltaNet(nn.Module):
     reader = None  # of what forward() takes: it is in the model's dtype
     state: DeltaState  # this layer's; set by Decoder.keep
 
-    def __init__(self, shape: ModelShape, placement: Placement) -> None:
+    def __init__(
+        self, shape: ModelShape, layer_id: int, rotary: object, placement: Placement
+    ) -> None:
+        """layer_id: of the pool. rotary: not used, for positions are in the state."""
         super().__init__()
         assert shape.delta is not None
         collective, size = placement.collective, shape.hidden_size
@@ -46,7 +40,8 @@ class DeltaNet(nn.Module):
         self._keys = split_even(
             "linear_num_key_heads", delta.key_heads, collective.rank, collective.size
         )
-        own = self.shape = rank_delta(delta, collective.rank, collective.size)
+        own = self.shape = delta_share(shape, collective.rank, collective.size)
+        self.layer_id = layer_id
         widths = {
             "q": delta.key_heads * delta.key_dim, "k": delta.key_heads * delta.key_dim,
             "v": delta.value_width, "z": delta.value_width,

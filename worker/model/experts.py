@@ -2,12 +2,15 @@
 
 import re
 
+import torch
 from torch import Tensor, nn
 
 from worker.config.checkpoint.experts import rank_experts
 from worker.config.checkpoint.shape import ModelShape
 from worker.forward.context import current
-from worker.model.layers import Placement, ReplicatedLinear, selected
+from worker.model.layers import ReplicatedLinear, selected
+from worker.model.placement import Placement
+from worker.ops.experts.computed import refuse_others
 from worker.ops.experts.route import new_load, route
 from worker.weights.base import Parts
 from worker.weights.shard import Key, Part, Shard, all_of, whole
@@ -29,6 +32,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         assert shape.experts is not None
+        refuse_others(shape.experts, placement.device)
         self.shape, size = shape.experts, shape.hidden_size
         self._collective = group = placement.collective
         self.held, columns = rank_experts(
@@ -36,7 +40,7 @@ class Experts(nn.Module):
         )
         names = shape.features.experts
         assert names is not None
-        part = Part(self.shape.width, columns)
+        self._names, part = names, Part(self.shape.width, columns)
         self.gate = placement.empty(self.shape.num_experts, size)
         modules = [
             f"experts.{i}.{name}"
@@ -49,33 +53,46 @@ class Experts(nn.Module):
             placement.matrix(Parts(rows, columns, modules=modules, held=self.held))
             for rows, columns in stacks
         )
+        self.bias = None
+        if names.bias:
+            self.bias = placement.empty(self.shape.num_experts, dtype=torch.float32)
         self.load = new_load(self.held, placement.device)
         self.shared = shared
         self.shared_gate = None
-        if shared is not None:
+        if shared is not None and names.shared_gate:
             self.shared_gate = ReplicatedLinear(size, 1, placement.plain, bias=False)
 
     def forward(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """hidden: [n, hidden_size], of the step's tokens with these numbers; None: of all."""
         slots = selected(current().batch.slot_mapping, rows)
-        routes = route(hidden, self.gate, slots, self.sink, self.shape, self.held, self.load)
+        options = () if self.bias is None else (self.bias,)
+        routes = route(
+            hidden, self.gate, slots, self.sink, self.shape, self.held, self.load, *options
+        )
         out = None
         if self._collective.size > 1:
             out = self._collective.buffer((len(hidden), hidden.shape[1]), hidden.dtype)
-        if self.shared is not None and self.shared_gate is not None:
+        if self.shared is not None:
             # Before the products: the shared expert's part may lie in the same buffer.
-            shared = self.shared(hidden) * self.shared_gate(hidden).sigmoid()
+            shared = self.shared(hidden)
+            if self.shared_gate is not None:
+                shared = shared * self.shared_gate(hidden).sigmoid()
+            elif self._collective.size > 1:
+                shared = shared.clone()
             return self.gate_up.experts(self.down, hidden, routes, out).add_(shared)
         return self.gate_up.experts(self.down, hidden, routes, out)
 
     def shards(self, prefix: str) -> dict[Key, Shard]:
         shards = {Key(f"{prefix}.gate.weight"): whole(self.gate)}
+        if self.bias is not None:
+            shards[Key(f"{prefix}.{self._names.bias}")] = whole(self.bias)
         for i in range(self.held.count):
             expert = f"{prefix}.experts.{self.held.first + i}"
             shards |= self.gate_up.shards(expert, i) | self.down.shards(expert, i)
-        if self.shared is not None and self.shared_gate is not None:
-            shards |= self.shared.shards(f"{prefix}.shared_expert")  # pyright: ignore
-            shards |= self.shared_gate.shards(f"{prefix}.shared_expert_gate")
+        if self.shared is not None:
+            shards |= self.shared.shards(f"{prefix}.{self._names.shared}")  # pyright: ignore
+        if self.shared_gate is not None:
+            shards |= self.shared_gate.shards(f"{prefix}.{self._names.shared_gate}")
         return shards
 
     def is_elsewhere(self, name: str) -> bool:

@@ -1,1 +1,1 @@
-"""What is seen of a worker: metrics, spans, times of steps."""
+"""Views of a worker: metrics, spans, times of steps."""

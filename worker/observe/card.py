@@ -15,7 +15,7 @@ def watch(uuid: str, tell: Callable[[Card], bool]) -> None:
     """Call `tell` from a thread of its own every EVERY_S until it returns False.
 
     uuid: of the GPU, as nvidia-smi lists it. Where the driver knows no such GPU (a slice of one)
-    nothing is told; what it cannot read is 0.
+    `tell` is not called; a figure that it cannot read is 0.
     """
     args = uuid, tell, threading.Event()  # which nobody sets
     threading.Thread(target=_run, args=args, name="kvlane-card", daemon=True).start()

@@ -13,7 +13,7 @@ NUM_RECENT = 8  # decode steps that the next one is expected to be like
 
 
 class StepMeter:
-    """Times each step until it settles, from the later of its launch and the last settling."""
+    """Times steps until they settle, from the later of their launch and the last settling."""
 
     def __init__(self, metrics: WorkerMetrics) -> None:
         self.prefill_s_per_token = 0.0  # 0 = none measured yet
@@ -53,7 +53,7 @@ class StepMeter:
         self._launched_at[plan.step] = time.monotonic()
 
     def settled(self, plan: Plan, path: str) -> None:
-        """Count and time the step of `plan`, which has finished; path: Step.path."""
+        """Count and time the step of `plan`, which has finished; path: see StepResult."""
         now = time.monotonic()
         self.num_steps += 1
         kind = "prefill" if plan.chunks else "decode"
@@ -76,7 +76,7 @@ class StepMeter:
     def verified(self, width: int, nums: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
         """Count the windows of a decode step of `width`.
 
-        nums: tokens of each request that had not ended meanwhile; drafts: what their windows
+        nums: tokens of the requests that had not ended meanwhile; drafts: what their windows
         verified, -1 from where there is none.
         """
         if nums:

@@ -1,6 +1,6 @@
 """Metric families: declared as tables, with the worker's own; and the page that serves these.
 
-Each worker serves its families on a port of its own (Member.metrics_address), and /live beside
+A worker serves its families on a port of its own (Member.metrics_address), and /live beside
 them; the router's /metrics/targets lists the ports of all. The router has a table like this.
 """
 
@@ -30,7 +30,7 @@ SUM_BUCKETS = tuple(1 << power for power in range(13, 28, 2))  # 8 KiB to 128 Mi
 STAGE_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 BY_PLACE = "by place in the window; the first is 1"
 NUM_FIRST = 1000  # windows by which a start is judged
-# What a decode worker counts from 0 on.
+# Labels that a decode worker counts from 0 on.
 PLACES = ("none", "local", "remote", "alone", "fallback")
 OUTCOMES = ("stop", "length", "abort", "error")
 RETRY_CAUSES = tuple(
@@ -62,7 +62,7 @@ reading = _declare("reading")  # a counter that is kept elsewhere, and read when
 stage = _declare("histogram", STAGE_BUCKETS)
 
 
-# Of every process that has a wire, and what counts for it.
+# Of every process that has a wire.
 WIRE_REFUSED = reading(
     "wire_refused",
     "Frames that are not ours or not their sender's; connections with no member's key; messages of "
@@ -72,7 +72,7 @@ WIRE_REFUSED = reading(
 
 
 class Refused(Protocol):
-    """Counts of what the sockets of a process have refused."""
+    """Frames, connections and messages that the sockets of a process have refused."""
 
     num_frames: int
     num_connections: int
@@ -92,7 +92,7 @@ class _Readings(Gauge):
     def collect(self) -> Iterator[Metric]:
         for gauge in super().collect():
             family = CounterMetricFamily(gauge.name, gauge.documentation)
-            family.samples = [each._replace(name=f"{each.name}_total") for each in gauge.samples]
+            family.samples = [s._replace(name=f"{s.name}_total") for s in gauge.samples]
             yield family
 
 
@@ -100,8 +100,8 @@ class Families:
     """The families that a subclass declares, in a registry; every name starts with `kvlane_`.
 
     The attribute of a declaration is, in an object, the series itself, or for families with labels
-    a function label values -> series. `set_function` of a gauge or reading says what to call when
-    it is scraped. bound: labels of all series, with their values.
+    a function label values -> series. `set_function` of a gauge or reading takes a function to call
+    when it is scraped. bound: labels of all series, with their values.
     """
 
     histogram_type: Callable[..., Any] = Histogram

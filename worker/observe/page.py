@@ -1,4 +1,4 @@
-"""The page of a worker: /metrics and /live, with bounds on what whoever asks may hold.
+"""The page of a worker: /metrics and /live, with bounds on the resources of those who ask.
 
 A few connections at a time: a new one closes the oldest. So half requests, however many and slow,
 hold few threads and keep nobody out.
@@ -57,7 +57,7 @@ class _Server(ThreadingWSGIServer):
         super().shutdown_request(request)
 
     def _cut(self, connection: socket.socket) -> None:
-        """Its thread finds the end of what it reads, and closes it."""
+        """Its thread reads an end, and closes it."""
         with suppress(OSError):  # it has ended meanwhile
             connection.shutdown(socket.SHUT_RDWR)
 
@@ -87,7 +87,7 @@ class Page:
 
 
 def with_live(metrics: "WSGIApplication", stalled: Callable[[], str]) -> "WSGIApplication":
-    """`metrics`, and GET /live: 200 while `stalled` says "", else 503 and what it says."""
+    """`metrics`, and GET /live: 200 while `stalled` says "", else 503 with its text."""
 
     def app(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         if environ["PATH_INFO"] != "/live":

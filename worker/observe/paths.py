@@ -1,16 +1,16 @@
-"""What a decode worker knows of the ways of KV to it."""
+"""A decode worker's figures of the paths of KV to it."""
 
 from worker.api import Message, PeerId
 
 
 class PullPath(Message, frozen=True):
-    """The way of KV from a prefill worker to a decode worker, which has measured it for `doctor`.
+    """The path of KV from a prefill worker to a decode worker, which has measured it for `doctor`.
 
     Never on the wire: the control plane asks for it.
     """
 
     peer: PeerId  # the prefill worker
-    transport: str  # name and kind of what the bytes travelled on, e.g. "mooncake/tcp"
+    transport: str  # name and kind, e.g. "mooncake/tcp"
     bytes_per_s: float = 0.0  # of a pull of `num_bytes` in `num_ranges` ranges
     num_bytes: int = 0
     num_ranges: int = 0

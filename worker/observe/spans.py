@@ -2,7 +2,7 @@
 
 A span's times are monotonic seconds of its own process. No clock of one process is compared with
 another's: only trace and span ids travel. OpenTelemetry's SDK sends spans from its own thread. It
-reads the variables OTEL_* itself; what the configuration says wins.
+reads the variables OTEL_* itself; the configuration wins.
 """
 
 import logging
@@ -31,7 +31,7 @@ log = logging.getLogger("kvlane.tracing")
 Attributes = Mapping[str, AttributeValue]
 
 W3C = TraceContextTextMapPropagator()
-PARENT_CHARS = 55  # of a traceparent; what follows it in `Trace.carried` is the tracestate
+PARENT_CHARS = 55  # of a traceparent; the rest of `Trace.carried` is the tracestate
 STEP_NS = 1_000_000  # a clock that was set by less is not noticed
 RETRIED = ("prefill", "dispatch")  # stages that are entered again where they fail
 ABORT = "abort"  # as FinishReason.ABORT: nobody wants the rest, which is no error
@@ -50,9 +50,8 @@ EXPORTING = (
 class Tracer:
     """Makes the traces of one process; from one thread.
 
-    The difference of wall clock and monotonic clock is kept until one of them is set: so the spans
-    of a request fit together to a microsecond, in all processes of a machine. `close` sends what is
-    left, within a bound.
+    The difference of wall clock and monotonic clock is kept until one of them is set: so a
+    request's spans fit together to a microsecond on a machine. `close` sends the rest, in bounds.
     """
 
     def __init__(self, tracer: otel.Tracer, close: Callable[[], None]) -> None:
@@ -79,7 +78,7 @@ class Tracer:
 
 @dataclass(slots=True, eq=False)
 class Trace:
-    """Stages of a request in one process: each begins where the one before it has ended.
+    """Stages of a request in one process: a stage begins where the one before it has ended.
 
     So they add up. Calls in the wrong order, as of a request that ends early, do no harm.
     Service graphs pair CLIENT spans with their SERVER children: of those a process has one, the
@@ -120,7 +119,7 @@ class Trace:
     ) -> None:
         """Begin a stage; the present one ends at `at`. asks: it waits for another process.
 
-        One of RETRIED says which attempt it is, and what has cut off the one before.
+        One of RETRIED says which attempt it is, and which error has ended the one before.
         """
         self.leave(at)
         all_of_it = {**self.attributes, **attributes}

@@ -19,7 +19,7 @@ class StepLine(msgspec.Struct, omit_defaults=True):
 
     step: int
     at: float  # Unix time at which it was settled, s
-    path: str  # see Step.path
+    path: str  # see StepResult.path
     rows: int  # that decode
     tokens: int  # of chunks
     num_keys: int  # upper bound, of all rows

@@ -25,7 +25,7 @@ NONE: "Attributes" = {}
 class Timeline:
     """When a request first reached which stage, in monotonic seconds; its spans, if it is traced.
 
-    0 is not yet. What happens after a preemption changes none of the times.
+    0 is not yet. Nothing after a preemption changes the times.
     """
 
     received_at: float = 0.0
@@ -56,7 +56,7 @@ class Timeline:
             self.spans.enter(stage, now, attributes, asks=asks)
 
     def announced(self, now: float, prefill_s: float, peer: PeerId, transport: str) -> None:
-        """A prefill worker has announced all KV: what is not here yet is pulled."""
+        """A prefill worker has announced all KV: pages that are not here yet are pulled."""
         if not self.row_at:
             self.announced_at, self.prefill_s, self.prefilled_by = now, prefill_s, peer
         self.enter("pull", now, {"kvlane.transport": transport})
@@ -122,7 +122,7 @@ class Timeline:
             self.spans.leave(now, {"kvlane.output_tokens": num_output_tokens}, code, why)
 
     def _whole(self, early: Stages, now: float) -> Stages:
-        """What came before the first token, and what came after it."""
+        """All stages: those before the first token, and those after it."""
         return replace(
             early,
             transfer_s=max(0.0, self.landed_at - max(self.announced_at, self.first_token_at)),

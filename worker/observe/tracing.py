@@ -47,7 +47,7 @@ def check_tracing(config: TracingConfig) -> None:
 
 
 def tracer_of(config: TracingConfig, role: str, name: str) -> "Tracer | None":
-    """What makes the spans of this process; None where tracing is off. Raises as `check_tracing`.
+    """The tracer of this process; None where tracing is off. Raises as `check_tracing`.
 
     name: of this process; stays the same when it is started again.
     """

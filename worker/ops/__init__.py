@@ -1,1 +1,1 @@
-"""What layers and steps compute: each op's definition in plain torch and, beside it, its kernel."""
+"""Ops of layers and steps: an op's definition in plain torch and, beside it, its kernel."""

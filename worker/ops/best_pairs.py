@@ -1,4 +1,4 @@
-"""The best of a row whose columns are divided among ranks: each rank's best, as one integer.
+"""The best of a row whose columns are divided among ranks: a rank's best, as one integer.
 
     pair = order of the value · 2³² - id
 
@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 # Columns of a rank begin at a multiple of it: at whole blocks of noise, and where Triton loads
-# several logits at once. Ranks launch the same binaries then, but for the last rank of a vocabulary
-# that is no multiple of it.
+# several logits at once. Ranks launch the same binaries then, but for a last, odd rank.
 ALIGNMENT = 16
-LARGEST = 0x7FFFFFFF  # beyond the order of every number; negative: below it
+NAN_ORDER = 0x7FFFFFFF  # beyond the order of any number; negative: below it
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +31,21 @@ class VocabPart:
 
 
 def best_pairs_ref(values: Tensor, ids: Tensor) -> Tensor:
-    """The pair of each row's best; of NaNs the first.
+    """The pairs of rows' best; of NaNs the first.
 
     values: [n, columns] f32; ids: [columns] i64, ascending. Returns [n] i64; without columns a pair
     that any other is above.
     """
     n, columns = values.shape
     if not columns:
-        return torch.full((n,), -LARGEST << 32, dtype=torch.int64, device=values.device)
+        return torch.full((n,), -NAN_ORDER << 32, dtype=torch.int64, device=values.device)
     at = values.argmax(-1)
     best = values.gather(1, at[:, None])[:, 0]
     bits = best.view(torch.int32).long()
-    key = torch.where(bits < 0, -(bits & LARGEST), bits)
-    return (torch.where(best.isnan(), LARGEST, key) << 32) - ids[at]
+    key = torch.where(bits < 0, -(bits & NAN_ORDER), bits)
+    return (torch.where(best.isnan(), NAN_ORDER, key) << 32) - ids[at]
 
 
 def best_ids_ref(pairs: Tensor) -> Tensor:
-    """pairs: [ranks, n] i64 -> [n] i64, the id of the largest of each column."""
+    """pairs: [ranks, n] i64 -> [n] i64, the ids of the columns' largest."""
     return -pairs.amax(0) & 0xFFFFFFFF

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import overlap, power_of_two
+from worker.ops.launch import overlap
 
-BLOCK = 128
+ROWS = 128  # of a program
 
 
 @triton.jit
@@ -35,13 +35,11 @@ def id_of(pair):
 
 
 @triton.jit
-def _best_pairs_kernel(
-    values, ids, pairs, no_id, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+def _best_pairs_kernel(values, ids, pairs, no_id, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """One program a row: the pair of the best of its blocks."""
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCKS_2)
+    at = tl.arange(0, triton.next_power_of_2(BLOCKS))
     inside = at < BLOCKS
     value = tl.load(values + row * BLOCKS + at, mask=inside, other=float("-inf"))
     token = tl.load(ids + row * BLOCKS + at, mask=inside, other=no_id).to(tl.int64)
@@ -52,17 +50,16 @@ def _best_pairs_kernel(
 
 
 def best_pairs_triton(values: Tensor, ids: Tensor, no_id: int) -> Tensor:
-    """The pair of each row's best block; one launch.
+    """The pairs of rows' best blocks; one launch.
 
-    values: [n, blocks] f32, the largest of each; ids: [n, blocks] of integers, their ids.
+    values: [n, blocks] f32, the blocks' largest; ids: [n, blocks] of integers, their ids.
     no_id: as large as any id; goes with a row of NaN. Returns [n] i64.
     """
     n, blocks = values.shape
     pairs = torch.empty(n, dtype=torch.int64, device=values.device)
     _best_pairs_kernel[(n,)](
-        values, ids, pairs, no_id,
-        **overlap(values, BLOCKS=blocks, BLOCKS_2=power_of_two(blocks), num_warps=1),
-    )  # fmt: skip
+        values, ids, pairs, no_id, **overlap(values, BLOCKS=blocks, num_warps=1)
+    )
     return pairs
 
 
@@ -82,7 +79,7 @@ def best_ids_triton(pairs: Tensor) -> Tensor:
     assert pairs.is_contiguous()
     ranks, n = pairs.shape
     out = torch.empty(n, dtype=torch.int64, device=pairs.device)
-    _best_ids_kernel[(-(-n // BLOCK),)](
-        pairs, out, n, **overlap(pairs, RANKS=ranks, BLOCK=BLOCK, num_warps=4)
+    _best_ids_kernel[(-(-n // ROWS),)](
+        pairs, out, n, **overlap(pairs, RANKS=ranks, BLOCK=ROWS, num_warps=4)
     )
     return out

@@ -1,8 +1,7 @@
 """Compiles the Triton kernels of a step by many threads at once, before any of them runs.
 
 Triton compiles a kernel where it is first launched, one after the other: about a minute of the
-first start on a machine, with one core busy. A step run within `compile_ahead` launches nothing:
-each launch only asks for its kernel.
+first start on a machine, with one core busy. In `compile_ahead` launches only ask for kernels.
 """
 
 import os
@@ -30,10 +29,10 @@ PARSES = 5  # of one kernel, until the error is believed
 def compile_ahead(step: Callable[[], object]) -> int:
     """Compile every Triton kernel that `step` launches, and run all else of it.
 
-    What a kernel would have written stays as it was, and memory that `step` allocates is zeros: ids
+    Memory that a kernel would write stays as it was, and memory that `step` allocates is zeros: ids
     and rows that torch's own ops read from it are then valid. So its values must not steer `step`,
     which holds for whatever can be captured as a graph. Other threads launch as ever. Returns the
-    number of kernels; raises what the compiler raises for one of them.
+    number of kernels; raises an error of the compiler's.
     """
     return copy_context().run(_compile_ahead, step)  # in which an error leaves Triton's mode active
 
@@ -59,11 +58,11 @@ def _compile_ahead(step: Callable[[], object]) -> int:
 
     def load_alone(name: str, path: str) -> Any:
         # CPython has one module of a name. A launcher that is loaded again puts its function there,
-        # where another thread may be about to take its own: so each file has a name of its own.
+        # where another thread may be about to take its own: so files have names of their own.
         return load_module(f"{os.path.basename(os.path.dirname(path))}.{name}", path)
 
     # The class that kernels share with constexpr functions, which are parsed, too.
-    owner = next(each for each in triton.runtime.jit.JITFunction.__mro__ if "parse" in vars(each))
+    owner = next(base for base in triton.runtime.jit.JITFunction.__mro__ if "parse" in vars(base))
     build: Any = import_module("triton.runtime.build")
     parse_alone, load_module = owner.parse, build._load_module_from_path
     with (

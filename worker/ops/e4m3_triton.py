@@ -6,7 +6,7 @@ from worker.ops.jit import tl, triton
 @triton.jit
 def to_e4m3(x, INTERPRETED: tl.constexpr):
     """To nearest, ties to even, as the hardware does; the interpreter loses a carry, so it gets
-    what needs no rounding."""
+    numbers that need no rounding."""
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000

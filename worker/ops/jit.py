@@ -24,14 +24,13 @@ elif HAS_TRITON:
     import triton
     import triton.language as tl
 
-    # Programmatic dependent launch, compute capability 9.0: let the next kernel start; wait for the
-    # kernel before.
+    # Programmatic dependent launch (sm_90): let the next kernel start; wait for the one before.
     gdc_launch_dependents = tl.extra.cuda.gdc_launch_dependents
     gdc_wait = tl.extra.cuda.gdc_wait
 
     @triton.jit
     def enter(PDL: "tl.constexpr"):
-        """What a kernel begins with that may be resident before the one before it has ended."""
+        """Begin a kernel that may be resident before the one before it has ended."""
         if PDL:
             gdc_wait()
             gdc_launch_dependents()

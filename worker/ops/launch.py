@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def overlap(x: Tensor, **options: Any) -> dict[str, Any]:
-    """`options`, and what lets a kernel over `x` start while the kernel before it still ends.
+    """`options`, and those by which a kernel over `x` starts while the kernel before it still ends.
 
-    Programmatic dependent launch, compute capability 9.0 and later. Each program calls gdc_wait
+    Programmatic dependent launch, compute capability 9.0 and later. A program calls gdc_wait
     before it touches anything but weights, so the kernel may follow any other kernel.
     """
     if has_dependent_launch(x):
@@ -26,8 +26,7 @@ def has_dependent_launch(x: Tensor) -> bool:
 def aligned(n: int) -> int:
     """The smallest multiple of 4 that is not below n: the stride of columns of n values.
 
-    Columns of 4 or 8 bytes a value then begin at multiples of 16 bytes. Triton compiles a kernel
-    anew for arguments that do not.
+    Columns of 4 or 8 bytes a value then begin at multiples of 16 bytes, else Triton compiles anew.
     """
     return -(-n // 4) * 4
 

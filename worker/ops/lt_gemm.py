@@ -2,7 +2,7 @@
 
 The library's own heuristic often misses the best algorithm for products of 80 to 256 rows (ADR
 0010). `tuned/<device>.json`, of which `benchmarks/results/kernels.md` says how it was made, names a
-better one for each exact (m, n, k). An algorithm is eight words that only one version of the
+better one for exact (m, n, k). An algorithm is eight words that only one version of the
 library understands. So there is no tuned product for other versions, devices or shapes, nor where
 the library refuses an algorithm. None needs scratch, so streams share nothing.
 
@@ -40,7 +40,7 @@ class LtError(RuntimeError):
 
 
 class HeuristicResult(ctypes.Structure):
-    """What the library says of an algorithm: cublasLtMatmulHeuristicResult_t."""
+    """The library's answer about an algorithm: cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = (
         ("words", AlgorithmWords),

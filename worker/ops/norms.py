@@ -1,4 +1,4 @@
-"""RMS norms, alone and fused with what stands before them, and what feed-forwards activate with."""
+"""RMS norms, alone and fused with sums and concatenations, and activations of feed-forwards."""
 
 import torch
 import torch.nn.functional as F
@@ -43,11 +43,11 @@ def pair_norm_ref(
     eps: float,
     hidden_first: bool,
 ) -> Tensor:
-    """Each row's embedded token and hidden state, both normed, one behind the other.
+    """A row's embedded token and hidden state, both normed, one behind the other.
 
     ids: [n] i64, rows of `tokens`; None: row i of `tokens` is row i's token.
     tokens: [vocab_size, size], an embedding; or [n, size].
-    hidden: [n, size] of one dtype with `tokens`; each row contiguous.
+    hidden: [n, size] of one dtype with `tokens`; rows contiguous.
     token_weight, hidden_weight: [size], of the norms; None, both: neither is normed.
     hidden_first: does the hidden state stand before the token? Returns [n, 2 · size], contiguous.
     """

@@ -147,7 +147,7 @@ def pair_norm_triton(
 
 # Columns of one program. From MANY_ROWS rows on the wide block is faster: for 2048 rows of the
 # Qwen3-8B shape on an H200 it saves 10 of 36 us (benchmarks/results/kernels.md).
-BLOCK, WIDE_BLOCK = 1024, 2048
+COLUMNS, WIDE_COLUMNS = 1024, 2048
 MANY_ROWS = 1024
 
 
@@ -182,7 +182,7 @@ def launch_swiglu(rows: Tensor, out: Tensor, scales: Tensor | None = None) -> No
     """out[:] = swiglu(rows); scales: see launch_rms_norm."""
     num_rows, width = rows.shape[0], rows.shape[1] // 2
     assert rows.stride(1) == 1
-    block = WIDE_BLOCK if num_rows >= MANY_ROWS else BLOCK
+    block = WIDE_COLUMNS if num_rows >= MANY_ROWS else COLUMNS
     _swiglu_kernel[(num_rows, -(-width // block))](
         rows, out, out if scales is None else scales, rows.stride(0),
         0 if scales is None else scales.stride(1), width,
@@ -218,7 +218,7 @@ def sigmoid_gate_triton(x: Tensor, gate: Tensor) -> Tensor:
     assert x.is_contiguous()
     assert gate.stride(1) == 1
     out = torch.empty_like(x)
-    _sigmoid_gate_kernel[(num_rows, -(-width // BLOCK))](
-        x, gate, out, gate.stride(0), width, **overlap(x, BLOCK=BLOCK, num_warps=4)
+    _sigmoid_gate_kernel[(num_rows, -(-width // COLUMNS))](
+        x, gate, out, gate.stride(0), width, **overlap(x, BLOCK=COLUMNS, num_warps=4)
     )
     return out

@@ -20,7 +20,7 @@ def _mul_hi_lo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox_ref(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
-    """Four words of 32 random bits for each counter: i64 in [0, 2**32), of the broadcast shape.
+    """Four words of 32 random bits a counter: i64 in [0, 2**32), of the broadcast shape.
 
     c0..c3: i64 counters in [0, 2**32). seed: i64; its low and high 32 bits are the two key words.
     """
@@ -34,7 +34,7 @@ def philox_ref(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, seed: Tensor) -> 
 
 
 def gumbel_ref(seed: Tensor, position: Tensor, num_ids: int, first: int = 0) -> Tensor:
-    """Standard Gumbel noise for some token ids at one position of each row.
+    """Standard Gumbel noise for some token ids at one position a row.
 
     seed: [num_rows] i64; position: [num_rows] i64, index of the token to be drawn in prompt +
     output; first: of the `num_ids` token ids, a multiple of 4. Returns [num_rows, num_ids] f32;

@@ -5,11 +5,11 @@ import math
 import torch
 from torch import Tensor
 
-from worker.config.checkpoint.scaling import RopeScaling
+from worker.config.checkpoint.rope_fields import RopeScaling
 
 
 def rope_inv_freq(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Angle per position of each rotated pair: [head_dim / 2] f32 on the CPU.
+    """Angles per position of rotated pairs: [head_dim / 2] f32 on the CPU.
 
     Su et al., "RoFormer" (arXiv:2104.09864). "linear": Chen et al. (arXiv:2306.15595).
     "llama3": wavelengths beyond original/low are stretched by `factor`, those below
@@ -37,7 +37,7 @@ def rope_inv_freq(head_dim: int, theta: float, scaling: RopeScaling | None) -> T
 
 
 def _yarn_ramp(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """How far each pair is stretched, from 0 to 1: [head_dim / 2] f32."""
+    """How far pairs are stretched, from 0 to 1: [head_dim / 2] f32."""
 
     def pair(rotations: float) -> float:
         """The pair, maybe between two, that turns so often within the original length."""
@@ -59,8 +59,7 @@ def rope_table(
     factor: float = 1.0,
     num_pairs: int | None = None,
 ) -> Tensor:
-    """[max_positions, 2 · num_pairs] f32 on `device`: cosines in the first half, sines in the
-    second.
+    """[max_positions, 2 · num_pairs] f32 on `device`: cosines in the first half, then sines.
 
     factor: of them all. num_pairs: those beyond inv_freq's are not turned; None: as many as it has.
     """

@@ -1,6 +1,6 @@
 """Products of weights in eight bits, y = x Wᵀ: both sides are e4m3 numbers times f32 scales.
 
-Of x each row has a scale for every 128 columns, taken as it is: so a row's result depends on that
+A row of x has a scale a block of 128 columns, taken as it is: so a row's result depends on that
 row alone, and nothing is calibrated. W has a scale for some rows and 128 columns, or for a row. A
 sum over 128 columns is scaled in f32 before it enters the sum over all: as the published blocks
 demand it, and because the tensor cores add e4m3 products with fewer bits.
@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.ops.launch import aligned
 from worker.ops.norms import add_rms_norm_ref, swiglu_ref
 from worker.ops.op import op
 
 E4M3 = torch.float8_e4m3fn
-BLOCK = 128  # columns that share a scale
-LARGEST = 448.0  # of e4m3
+E4M3_MAX = 448.0
 FLOOR = 1e-10  # the least amax of a row of a block
 
 
 class EightBitRows(NamedTuple):
-    """What a product in eight bits takes in place of x, and what norms and gates may leave."""
+    """x as a product in eight bits takes it, and as norms and gates may leave it."""
 
     values: Tensor  # see `room`, as of_rows
     of_rows: Tensor
@@ -43,7 +43,7 @@ def room(m: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """
     height = aligned(m)
     values = torch.empty(height, k, dtype=E4M3, device=device)
-    of_rows = torch.empty(-(-k // BLOCK), height, dtype=torch.float32, device=device)
+    of_rows = torch.empty(-(-k // SCALE_BLOCK), height, dtype=torch.float32, device=device)
     return values[:m], of_rows.t()[:m]
 
 
@@ -51,11 +51,11 @@ def eight_bits_ref(x: Tensor) -> tuple[Tensor, Tensor]:
     """(values, of_rows), as `room` has them; x is about values · of_rows. x: [m, k], any float."""
     m, k = x.shape
     values, of_rows = room(m, k, x.device)
-    blocks = F.pad(x.float(), (0, -k % BLOCK)).view(m, -(-k // BLOCK), BLOCK)
+    blocks = F.pad(x.float(), (0, -k % SCALE_BLOCK)).view(m, -(-k // SCALE_BLOCK), SCALE_BLOCK)
     amax = blocks.abs().amax(-1).clamp(min=FLOOR)
-    inverse = amax.new_tensor(LARGEST) / amax  # of a number, torch would multiply its reciprocal
+    inverse = amax.new_tensor(E4M3_MAX) / amax  # of a number, torch would multiply its reciprocal
     numbers = blocks * inverse.unsqueeze(-1)  # none passes 448 by half a step of e4m3
-    return values.copy_(numbers.flatten(1)[:, :k].to(E4M3)), of_rows.copy_(amax * (1 / LARGEST))
+    return values.copy_(numbers.flatten(1)[:, :k].to(E4M3)), of_rows.copy_(amax * (1 / E4M3_MAX))
 
 
 eight_bits = op(eight_bits_ref)
@@ -97,14 +97,15 @@ def scaled_product_ref(
     """(values · of_rows) (w · scales)ᵀ, rounded once: [m, n] of `dtype`.
 
     values, of_rows: see `room`; w: [n, k] e4m3; scales: [n / grain, blocks of k] f32, or with one
-    column for all. whole_blocks: they are equal within each 128 rows, so that a library for
+    column for all. whole_blocks: they are equal within 128 rows, so that a library for
     published blocks may multiply. out: [m, n], where the result goes; None: to new memory.
     """
     (n, k), (height, width) = w.shape, scales.shape
-    of_weights = scales.repeat_interleave(n // height, 0).expand(n, max(width, -(-k // BLOCK)))
+    num_blocks = max(width, -(-k // SCALE_BLOCK))
+    of_weights = scales.repeat_interleave(n // height, 0).expand(n, num_blocks)
     total = of_rows.new_zeros(len(values), n)
-    for block, start in enumerate(range(0, k, BLOCK)):
-        at = slice(start, start + BLOCK)
+    for block, start in enumerate(range(0, k, SCALE_BLOCK)):
+        at = slice(start, start + SCALE_BLOCK)
         part = F.linear(values[:, at].float(), w[:, at].float())
         total += part * (of_rows[:, block, None] * of_weights[:, block])
     return total.to(dtype) if out is None else out.copy_(total)
@@ -123,10 +124,10 @@ def scaled_gated_product_ref(
 
 
 def multiplies_eight_bits(device: torch.device) -> bool:
-    """Whether products here are in e4m3: on Hopper, and on what has as much shared memory.
+    """Whether products here are in e4m3: on Hopper, and on GPUs with as much shared memory.
 
     Tiles do not fit into that of compute capability 8.9 and 12. A CPU would have to make f32 of
-    each weight in each step, which takes six times as long.
+    all weights in a step, which takes six times as long.
     """
     if device.type != "cuda":
         return False

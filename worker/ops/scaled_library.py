@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.ops.scaled import BLOCK, E4M3
+from worker.config.checkpoint.quantization import SCALE_BLOCK
+from worker.ops.scaled import E4M3
 
 log = logging.getLogger("kvlane.kernels")
 
@@ -24,8 +25,8 @@ def suits(w: Tensor, scales: Tensor, dtype: torch.dtype) -> bool:
     Scales need columns of 16 bytes.
     """
     n, k = w.shape
-    fits = n % BLOCK == 0 and k % (4 * BLOCK) == 0 and scales.shape[1] == k // BLOCK
-    return fits and dtype == torch.bfloat16
+    fits = n % SCALE_BLOCK == 0 and k % (4 * SCALE_BLOCK) == 0
+    return fits and scales.shape[1] == k // SCALE_BLOCK and dtype == torch.bfloat16
 
 
 def multiplied(values: Tensor, of_rows: Tensor, w: Tensor, scales: Tensor) -> Tensor:
@@ -35,7 +36,7 @@ def multiplied(values: Tensor, of_rows: Tensor, w: Tensor, scales: Tensor) -> Te
     [n, k] e4m3; scales: [n / grain, blocks of k], equal within 128 rows of w.
     """
     recipe: Any = torch.nn.functional.ScalingType  # pyright: ignore[reportAttributeAccessIssue]
-    of_blocks = scales[:: BLOCK * len(scales) // len(w)].contiguous()
+    of_blocks = scales[:: SCALE_BLOCK * len(scales) // len(w)].contiguous()
     return torch.nn.functional.scaled_mm(  # pyright: ignore[reportAttributeAccessIssue]
         values, w.t(), of_rows, recipe.BlockWise1x128, of_blocks.t(), recipe.BlockWise128x128,
         output_dtype=torch.bfloat16,
@@ -48,16 +49,17 @@ def agrees(device: torch.device) -> bool:
 
     Computes one. False is logged with the reason; products are then our own kernel's.
     """
-    m, n, k = 132, 2 * BLOCK, 4 * BLOCK
+    m, n, k = 132, 2 * SCALE_BLOCK, 4 * SCALE_BLOCK
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
-    of_rows, scales = drawn(k // BLOCK, m).exp().t(), drawn(n // BLOCK, k // BLOCK).exp()
+    of_rows = drawn(k // SCALE_BLOCK, m).exp().t()
+    scales = drawn(n // SCALE_BLOCK, k // SCALE_BLOCK).exp()
     values, w = drawn(m, k).to(E4M3), drawn(n, k).to(E4M3)
-    whole = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    exact = values.float() * of_rows.repeat_interleave(BLOCK, 1) @ (w.float() * whole).t()
+    whole = scales.repeat_interleave(SCALE_BLOCK, 0).repeat_interleave(SCALE_BLOCK, 1)
+    exact = values.float() * of_rows.repeat_interleave(SCALE_BLOCK, 1) @ (w.float() * whole).t()
     try:
         off = float((multiplied(values, of_rows, w, scales) - exact).norm() / exact.norm())
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as e:

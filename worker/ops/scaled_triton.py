@@ -1,6 +1,6 @@
 """Kernels of scaled.py: x into eight bits, and products of many rows.
 
-norms_triton has what makes x and brings it into eight bits, skinny_triton products of few rows.
+norms_triton has kernels that make x in eight bits at once, skinny_triton products of few rows.
 """
 
 from dataclasses import dataclass
@@ -9,16 +9,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.ops.e4m3_triton import block_in_e4m3
 from worker.ops.jit import INTERPRETED, enter, tl, triton
 from worker.ops.launch import aligned, overlap
 from worker.ops.norms_triton import launch_rms_norm, launch_swiglu
 from worker.ops.product import MAX_TILES, OWN_ROWS, workspace_of
-from worker.ops.scaled import BLOCK, E4M3, room, strides_of
+from worker.ops.scaled import E4M3, room, strides_of
 from worker.ops.scaled_library import agrees, multiplied, suits
 from worker.ops.skinny_triton import DTYPES, SkinnyTile, choose, skinny_gemm
 
-# Of x, that a program brings into eight bits. A GPU starts some 0.8 programs a ns: with 8 rows each
+# Of x, that a program brings into eight bits. A GPU starts some 0.8 programs a ns: of 8 rows
 # 2048 x 4096 takes 10.6 us, with 32 3.8 (benchmarks/results/eight_bits.md).
 ROWS, ROWS_OF_MANY, MANY_ROWS = 8, 32, 1024
 
@@ -48,7 +49,7 @@ def eight_bits_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     rows = ROWS_OF_MANY if m >= MANY_ROWS else ROWS
     _eight_bits_kernel[(of_rows.shape[1], -(-m // rows))](
         x, values, of_rows, m, k, x.stride(0), of_rows.stride(1),
-        **overlap(x, ROWS=rows, BLOCK=BLOCK, INTERPRETED=INTERPRETED, num_warps=4),
+        **overlap(x, ROWS=rows, BLOCK=SCALE_BLOCK, INTERPRETED=INTERPRETED, num_warps=4),
     )  # fmt: skip
     return values, of_rows
 
@@ -149,8 +150,8 @@ def scaled_gemm(
     _scaled_gemm_kernel[(num_tiles,)](
         x, of_rows, w, scales, out, m, n, k, of_rows.stride(1), *strides_of(scales), out.stride(0),
         **overlap(
-            x, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK=BLOCK, GRAIN=n // len(scales),
-            STAGES=tile.num_stages, GROUP=8, EVEN_K=k % BLOCK == 0, UPCAST=INTERPRETED,
+            x, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK=SCALE_BLOCK, GRAIN=n // len(scales),
+            STAGES=tile.num_stages, GROUP=8, EVEN_K=k % SCALE_BLOCK == 0, UPCAST=INTERPRETED,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         ),
     )  # fmt: skip

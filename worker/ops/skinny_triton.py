@@ -11,8 +11,7 @@ are in flight: about 0.8 µs less a launch. Prefetches, TMA and other tiles did 
 A tile of a gated product has as many gate rows as up rows. It applies the activation to its sums
 before it stores them, which saves a kernel and half of the writes.
 
-Weights in eight bits have scales, and so has x then (see scaled.py): a step of BLOCK_K = 128
-columns has one for each row of both.
+In eight bits weights and x have scales (see scaled.py), one a row and step of BLOCK_K = 128.
 """
 
 from dataclasses import dataclass
@@ -23,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.ops.norms_triton import silu_and_mul
-from worker.ops.scaled import BLOCK, E4M3, strides_of
+from worker.ops.scaled import E4M3, strides_of
 
 MAX_ROWS = 64
 DTYPES = (torch.bfloat16, torch.float16)
@@ -164,14 +164,13 @@ class SkinnyTile:
         return self.num_tiles(n) * self.split * self.block_m * self.block_n if self.split > 1 else 0
 
     def gates(self, n: int) -> bool:
-        """Whether n weight rows, gates and ups, can be paired in half tiles of each."""
+        """Whether n weight rows, gates and ups, can be paired in half tiles."""
         return self.split == 1 and n % 2 == 0
 
 
 AT_ONCE = 1 << 20
 # (smallest n, block_n, split, num_warps, num_stages, trigger before a product), measured on an H200
-# over whole steps of the Qwen3-8B shape. Narrow products are split until there is about one program
-# a multiprocessor.
+# over whole steps of the Qwen3-8B shape. Narrow products are split for a program a multiprocessor.
 _TABLE = (
     (65536, 128, 1, 8, 4, 2),
     (16384, 64, 1, 4, 3, 0),
@@ -197,12 +196,11 @@ def choose(
     """The tile for x: [m, k], w: [n, k]. How sums are cut depends on the weights' shape, not on m.
 
     The next kernel may start early. A small one (a norm, attention, an activation) starts at once
-    and waits on the device. A product starts later (`product_follows`), because its loads would
-    compete with ours.
+    and waits on the device. A product (`product_follows`) starts later: its loads would compete.
     """
     assert 0 < m <= MAX_ROWS
     block_m, block_k = max(16, 1 << (m - 1).bit_length()), 128
-    if eight:  # what brings the next product's x into eight bits is small, and starts at once
+    if eight:  # the next kernel, x into eight bits, is small and starts at once
         _, split, tiles = next(row for row in _EIGHT if n >= row[0])
         block_n, num_warps, num_stages = tiles[block_m.bit_length() - 5]
         split = 1 if product_follows and n >= 6144 else split  # so that it can be gated
@@ -242,8 +240,7 @@ def skinny_gemm(
     out: [m, n] bf16 or f16, rows contiguous.
     `pdl` (Hopper and later): it starts while the kernel before it still runs, and waits for that
     kernel's end before it reads. A next kernel launched without `pdl` waits for this one's end.
-    `gated`: w has gates in its first half, ups in its second; out is [m, n / 2]; needs
-    `tile.gates(n)`.
+    `gated`: w has gates in its first half, ups in its second; out is [m, n / 2]; tile.gates(n).
     `scaled`: of x and w in e4m3 the scales: [m, blocks of k], contiguous along m, and w's, as
     scaled_product_ref takes them.
     """
@@ -251,7 +248,7 @@ def skinny_gemm(
     of_rows, scales = scaled or (None, None)
     assert out.dtype in DTYPES
     assert x.dtype == w.dtype == (out.dtype if scales is None else E4M3)
-    assert scales is None or tile.block_k == BLOCK
+    assert scales is None or tile.block_k == SCALE_BLOCK
     assert of_rows is None or of_rows.stride(0) == 1
     assert 0 < m <= tile.block_m
     assert w.is_contiguous()

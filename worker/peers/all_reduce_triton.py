@@ -2,24 +2,21 @@
 
 Sums are made in f32 in the order of ranks and rounded once, by the same binary everywhere, so all
 ranks get the same bits. A NaN stays a NaN; which one is not kept. Small messages go by one shot,
-large ones by two. A gather is one shot without a sum, and exact for every payload: each 4 bytes
+large ones by two. A gather is one shot without a sum, and exact for any payload: 4 bytes
 travel with the number of the call in one access of 8 (NCCL's LL), so nothing need be reset.
 
 All programs of a launch must be resident together, or two ranks could wait for programs that have
 not started: CHANNELS programs of 512 threads are, on any GPU with NVLink. A program whose peer is
-late beyond a limit sets a fault and ends (`peer_layout`); neither its result nor the regions are of
-use then.
+late beyond a limit sets a fault and ends (`peer_layout`); result and regions are of no use then.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from worker.ops.jit import INTERPRETED, enter, tl, triton
+from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
-from worker.peers import peer_interpreted, peer_ptx
 from worker.peers.peer_layout import (
     CHANNELS,
     CHUNK_BYTES,
@@ -30,15 +27,17 @@ from worker.peers.peer_layout import (
     tiles_of,
     two_shot_tiles,
 )
+from worker.peers.peer_ptx import (
+    load_chunks,
+    poll_chunks,
+    poll_flags,
+    poll_marked,
+    store_chunks,
+    store_flags,
+    store_marked,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-access: Any = peer_interpreted if INTERPRETED else peer_ptx
-load_chunks, load_peer_chunks = access.load_chunks, access.load_peer_chunks
-store_chunks, store_peer_chunks = access.store_chunks, access.store_peer_chunks
-poll_chunks = access.poll_chunks
-store_marked, poll_marked = access.store_marked, access.poll_marked
-store_flags, poll_flags = access.store_flags, access.poll_flags
 
 
 def all_reduce_ref(parts: Sequence[Tensor]) -> Tensor:
@@ -65,7 +64,7 @@ def _end_turn(at, turn):
 @triton.jit
 def _sendable(address, mask):
     """Chunks of this rank's part, without ABSENT words."""
-    a, b, c, d = load_chunks(address, mask)
+    a, b, c, d = load_chunks(address, mask)  # pyright: ignore
     return (
         tl.where(a == -1, 0x7FFF7FFF, a),
         tl.where(b == -1, 0x7FFF7FFF, b),
@@ -153,7 +152,7 @@ def _plus(a, b, dtype: tl.constexpr):
 def _push(words, peers, there, mask, WORLD: tl.constexpr):
     """Writes words to the same place of every peer's region."""
     for nth in tl.static_range(0, WORLD - 1):  # pyright: ignore
-        store_peer_chunks(peers[nth] + there, words, mask)
+        store_chunks(peers[nth] + there, words, mask, True)
 
 
 @triton.jit
@@ -176,7 +175,7 @@ def _sum(mine, slot, rank, control, mask, WORLD: tl.constexpr, PIECE: tl.constex
     return total
 
 
-# One shot: each rank writes its part into a slot of every peer, polls its own slots and sums. There
+# One shot: a rank writes its part into a slot of every peer, polls its own slots and sums. There
 # is no barrier and no atomic: a slot holds ABSENT words until data comes, and the data is its own
 # flag. ABSENT, -1, is a NaN in every dtype (of bf16 and f16, a pair of them); a payload's word that
 # equals it is sent as another NaN. (The idea is NCCL's LL and TensorRT-LLM's "Lamport" all-reduce.)
@@ -303,7 +302,7 @@ def _tell(there, mark, value, ids, WORLD: tl.constexpr):
     store_flags(there, flag, ids < WORLD)
 
 
-# Two shots: `x` lies in the region. Each rank reads its share of every peer's x, sums, and writes
+# Two shots: `x` lies in the region. A rank reads its share of every peer's x, sums, and writes
 # the sum back into every peer's x. An element is read and written by one thread of one rank, so
 # this is done in place. Flags of a channel tell that all x are complete, before, and that all are
 # summed, after; a flag carries the turn and where x lies, so ranks need not use the same buffer.
@@ -342,14 +341,14 @@ def _two_shot_kernel(
         at = first + (step * width + channel) * BLOCK + lanes
         inside = at < end
         x_0 = bases[0] + tl.sum(tl.where(ids == 0, theirs, 0), 0) * 16
-        total = _values(load_peer_chunks(x_0 + at * 16, inside), dtype)
+        total = _values(load_chunks(x_0 + at * 16, inside, True), dtype)
         for source in tl.static_range(1, WORLD):
             x_s = bases[source] + tl.sum(tl.where(ids == source, theirs, 0), 0) * 16
-            total = _plus(total, _values(load_peer_chunks(x_s + at * 16, inside), dtype), dtype)
+            total = _plus(total, _values(load_chunks(x_s + at * 16, inside, True), dtype), dtype)
         words = _words(total, dtype)
         for peer in tl.static_range(0, WORLD):
             x_p = bases[peer] + tl.sum(tl.where(ids == peer, theirs, 0), 0) * 16
-            store_peer_chunks(x_p + at * 16, words, inside)
+            store_chunks(x_p + at * 16, words, inside, True)
 
     _tell(regions + ended + rank * 8, turn, here, ids, WORLD)
     poll_flags(own + ended + ids * 8, turn, control, ids < WORLD)
@@ -494,7 +493,7 @@ def gather(memory: PeerMemory, x: Tensor) -> Tensor:
     out = torch.empty((layout.world, *x.shape), dtype=x.dtype, device=x.device)
     num_pairs = x.nbytes // 8
     tiles = tiles_of(num_pairs, GATHER_BLOCK)
-    source, to = (each.view(-1).view(torch.uint8).view(torch.int32) for each in (x, out))
+    source, to = (tensor.view(-1).view(torch.uint8).view(torch.int32) for tensor in (x, out))
     _gather_kernel[(tiles.programs,)](
         source, to, memory.peers, memory.own, memory.control, memory.rank,
         num_pairs, tiles.steps,

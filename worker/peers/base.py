@@ -1,12 +1,12 @@
 """Collectives among the ranks of one worker: the contract, their table, and the group of one."""
 
-from collections.abc import Mapping
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from worker.errors import UserError
+from worker.errors import PeerLost, UserError
 from worker.ops.norms import add_rms_norm
 
 COLLECTIVES: Mapping[str, str] = {
@@ -23,8 +23,8 @@ class Collective(Protocol):
     Built as `cls(rank, size, device, init_method)`; `init_method` is a rendezvous of this group
     alone ("tcp://host:port", "file:///path"), so two groups in one process do not meet. UserError:
     not for this device; PeerLost: not all ranks came in time. A call that cannot end because a peer
-    is gone raises PeerLost; the group is then of no use and the worker ends. What a body here does
-    is right for a group that has nothing of its own to do there.
+    is gone raises PeerLost; the group is then of no use and the worker ends. A body here is
+    right for a group that has nothing of its own to do there.
     """
 
     capturable: ClassVar[bool]  # may a CUDA graph hold these calls?
@@ -68,17 +68,16 @@ class Collective(Protocol):
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def calibrate(self) -> None:
-        """Choose algorithms by what is fastest here: all ranks at once, before any is captured."""
+        """Choose the fastest algorithms here: all ranks at once, before any is captured."""
 
     def check(self) -> None:
         """Raise PeerLost if a peer was late in a call that has ended on the device.
 
-        For calls that the host does not wait for: after its own wait for a step. What such calls
-        left is of no use.
+        For calls that the host does not await: after its wait for a step. Their results are junk.
         """
 
     def close(self) -> None:
-        """Leave the group and free what it has; no graph may hold its calls. Idempotent."""
+        """Leave the group and free its resources; no graph may hold its calls. Idempotent."""
 
 
 class SingleCollective(Collective):
@@ -105,6 +104,29 @@ class SingleCollective(Collective):
 
     def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
         return "none"
+
+
+class GroupCollective(Collective):
+    """A process group of its own; torch.distributed's default group is neither used nor needed."""
+
+    name: ClassVar[str]  # key of COLLECTIVES
+    _lost = ""  # why the group is of no use; "": it is
+
+    def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
+        return self.name
+
+    def check(self) -> None:
+        if self._lost:
+            raise PeerLost(f"{self.name} rank {self.rank} of {self.size}: {self._lost}")
+
+    def _wait(self, begin: Callable[..., Any], *arguments: object) -> None:
+        """Begin a call of the group's, and wait for its end, or on a GPU until it is enqueued."""
+        try:
+            if (work := begin(*arguments)) is not None:
+                work.wait()
+        except RuntimeError as e:
+            self._lost = str(e)
+            self.check()
 
 
 def join_parts(parts: Tensor, dim: int) -> Tensor:

@@ -141,11 +141,6 @@ class CustomCollective(Collective):
             raise PeerLost(f"custom rank {self.rank} of {self.size}: a peer did not come in time")
         self._nccl.check()
 
-    def abort(self) -> None:
-        """End all calls in flight; `check` raises from then on."""
-        self._control[FAULT] = 1
-        self._nccl.abort()
-
     def close(self) -> None:
         """Wait for the device, and a little for peers that are not lost."""
         if self._closed:
@@ -161,7 +156,7 @@ class CustomCollective(Collective):
         """Wait until no peer has calls in flight that touch this rank's memory, or for CLOSE_S."""
         try:
             self._store.set(f"closed/{self.rank}", "")
-            keys = [f"closed/{each}" for each in range(self.size)]
+            keys = [f"closed/{rank}" for rank in range(self.size)]
             until = time.monotonic() + CLOSE_S
             while not self._store.check(keys) and time.monotonic() < until:
                 time.sleep(0.01)
@@ -169,7 +164,7 @@ class CustomCollective(Collective):
             log.info("the store of rank %d's group is gone: %s", self.rank, e)
 
     def calibrate(self) -> None:
-        """What rank 0 has measured holds for all; PeerLost if a rank did not come in time."""
+        """Rank 0's figures hold for all; PeerLost if a rank did not come in time."""
         times = measure(self.all_reduce_by, self.buffer, self.memory.layout)
         self.check()
         self._num_calibrations += 1
@@ -181,7 +176,7 @@ class CustomCollective(Collective):
 
 
 def default_table(size: int) -> Table:
-    """What holds until `calibrate` has measured: by the traffic that each algorithm makes."""
+    """The table until `calibrate` has measured: by the traffic that the algorithms make."""
     return ((8 * MIB if size == 2 else MIB // size, ONE_SHOT), (64 * MIB, TWO_SHOT))
 
 
@@ -191,7 +186,7 @@ def choose(table: Table, num_bytes: int) -> str:
 
 
 def table_of(times: Mapping[int, Mapping[str, float]]) -> Table:
-    """The fastest algorithm for each size measured, sizes of one algorithm in one row.
+    """The fastest algorithm by size measured, sizes of one algorithm in one row.
 
     times: bytes -> algorithm -> seconds. A size stands for those up to it, from the one before on.
     """
@@ -223,7 +218,7 @@ def measure(
     def zeros(num_bytes: int) -> Tensor:
         return buffer((num_bytes // 2,), torch.bfloat16).zero_()
 
-    # Calls that go before, while which every host launches what is measured.
+    # Calls that go before: while they run, all hosts launch the calls that are measured.
     meet = captured(ONE_SHOT, zeros(MEASURED_BYTES[0]))
     times: dict[int, dict[str, float]] = {}
     for num_bytes in (size for size in MEASURED_BYTES if size <= layout.buffer_bytes):

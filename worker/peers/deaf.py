@@ -6,12 +6,12 @@ gloo keeps a descriptor for every connection that a stranger opens, until the pr
 import ctypes
 import os
 import socket
-import stat
 import struct
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TypeVar
+
+import psutil
 
 Made = TypeVar("Made")
 
@@ -21,7 +21,7 @@ _LOCK = threading.Lock()  # of two that are made at a time nobody would know whi
 
 
 def with_listener(make: Callable[[], Made]) -> tuple[Made, int | None]:
-    """What `make` makes, and the socket that it listens on; None: it is not known which one."""
+    """The result of `make`, and the socket on which it listens; None: not known."""
     with _LOCK:
         before = listening()
         made = make()
@@ -40,12 +40,5 @@ def deafen(listener: int) -> None:
 
 def listening() -> set[int]:
     """Descriptors of this process's sockets that listen."""
-    found: set[int] = set()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed meanwhile
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as own:
-                if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found.add(int(name))
-    return found
+    sockets = psutil.Process().net_connections("tcp")
+    return {one.fd for one in sockets if one.status == psutil.CONN_LISTEN}

@@ -8,15 +8,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from worker.errors import PeerLost, UserError
-from worker.peers.base import Collective
+from worker.peers.base import GroupCollective, join_parts
 from worker.peers.deaf import deafen, with_listener
 from worker.peers.rank_group import TIMEOUT_S, open_store
 from worker.peers.rendezvous import own_address
 
 
-class GlooCollective(Collective):
-    """A gloo group of its own; torch.distributed's default group is neither used nor needed."""
+class GlooCollective(GroupCollective):
+    """See GroupCollective."""
 
+    name: ClassVar[str] = "gloo"
     capturable: ClassVar[bool] = False
 
     def __init__(self, rank: int, size: int, device: torch.device | str, init_method: str) -> None:
@@ -29,7 +30,6 @@ class GlooCollective(Collective):
         address = own_address(init_method)
         device, listener = with_listener(lambda: gloo.create_device(address, lazy_init=False))
         options._devices = [device]
-        self._lost = ""
         self._store: Any = open_store("gloo", rank, size, init_method)
         try:
             self._group: Any = gloo(self._store, rank, size, options)
@@ -39,30 +39,16 @@ class GlooCollective(Collective):
             deafen(listener)  # all ranks are connected
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        self._wait(self._group.allreduce([x]))
+        self._wait(self._group.allreduce, [x])
         return x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._wait(self._group.allgather([parts], [x]))
-        return torch.cat(parts, dim=dim)
-
-    def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
-        return "gloo"
-
-    def check(self) -> None:
-        if self._lost:
-            raise PeerLost(f"gloo rank {self.rank} of {self.size}: {self._lost}")
+        parts = torch.empty((self.size, *x.shape), dtype=x.dtype)
+        self._wait(self._group.allgather, [list(parts)], [x])
+        return join_parts(parts, dim)
 
     def close(self) -> None:
         if self._group is not None:
             self._group.shutdown()
             self._group = self._store = None
-
-    def _wait(self, work: Any) -> None:
-        try:
-            work.wait()
-        except RuntimeError as e:
-            self._lost = str(e)
-            self.check()

@@ -71,11 +71,11 @@ class PeerRegions:
             handle, reason = b"", f"rank {rank} has no memory to share: {e}"
         said = {"boot": BOOT.read_text().strip(), "handle": handle.hex(), "reason": reason}
         regions = exchange(store, "region", rank, size, json.dumps(said))
-        reason = self._map([json.loads(each) for each in regions])
+        reason = self._map([json.loads(region) for region in regions])
         reasons = exchange(store, "mapped", rank, size, reason)
-        for each in filter(None, reasons):
+        for reason in filter(None, reasons):
             self.close()
-            raise Unsupported(f"peer memory: {each.decode()}")
+            raise Unsupported(f"peer memory: {reason.decode()}")
 
     def _allocate(self, layout: PeerLayout) -> bytes:
         """Make this rank's region; its handle for the peers."""
@@ -95,15 +95,15 @@ class PeerRegions:
 
     def _map(self, regions: list[dict[str, str]]) -> str:
         """Map all peers' regions; why that cannot be, "" if it could."""
-        for peer, each in enumerate(regions):
-            if each["reason"]:
-                return each["reason"]
-            if each["boot"] != regions[0]["boot"]:
+        for peer, region in enumerate(regions):
+            if region["reason"]:
+                return region["reason"]
+            if region["boot"] != regions[0]["boot"]:
                 return f"ranks 0 and {peer} are on different hosts"
-        for peer, each in enumerate(regions):
+        for peer, region in enumerate(regions):
             if peer == self._rank:
                 continue
-            handle, mapped = Handle.from_buffer_copy(bytes.fromhex(each["handle"])), c_uint64()
+            handle, mapped = Handle.from_buffer_copy(bytes.fromhex(region["handle"])), c_uint64()
             try:
                 with torch.cuda.device(self._device):
                     _call("cuIpcOpenMemHandle_v2", byref(mapped), handle, LAZY_PEER_ACCESS)

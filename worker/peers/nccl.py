@@ -10,12 +10,12 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from worker.errors import PeerLost, UserError
-from worker.peers.base import Collective, join_parts
+from worker.peers.base import GroupCollective, join_parts
 from worker.peers.rank_group import TIMEOUT_S, open_store
 
 # Read by NCCL and by torch when a group starts. A program that uses NVLink multicast can put the
 # GPUs of a shared host out of service, and ours needs none. A call that is late aborts its group
-# ("2") and leaves the process alone: `check` says what happened.
+# ("2") and leaves the process alone: `check` says why.
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -23,14 +23,15 @@ ENVIRONMENT = {
 }
 
 
-class NcclCollective(Collective):
-    """An NCCL group of its own; torch.distributed's default group is neither used nor needed.
+class NcclCollective(GroupCollective):
+    """See GroupCollective.
 
     Calls run on the current stream. One that was launched by itself is aborted after TIMEOUT_S;
-    those of a replayed graph are not watched: the process has to end. `check` tells what torch's
-    watchdog thread has found by then: a peer that is gone or late, or an abort.
+    those of a replayed graph are not watched: the process has to end. `check` raises once
+    torch's watchdog thread has noticed: a peer that is gone or late, or an abort.
     """
 
+    name: ClassVar[str] = "nccl"
     capturable: ClassVar[bool] = True
 
     def __init__(
@@ -46,7 +47,6 @@ class NcclCollective(Collective):
             raise UserError(f"collective 'nccl' is for GPUs and needs NCCL, not for {device}")
         os.environ.update(ENVIRONMENT)
         self.rank, self.size = rank, size
-        self._lost = ""
         store = store or open_store("nccl", rank, size, init_method)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=TIMEOUT_S)
@@ -65,7 +65,7 @@ class NcclCollective(Collective):
     def all_reduce(self, x: Tensor) -> Tensor:
         options = c10d.AllreduceOptions()
         options.asyncOp = False
-        self._call("allreduce", [x], options)
+        self._wait(self._group.allreduce, [x], options)
         return x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
@@ -73,36 +73,17 @@ class NcclCollective(Collective):
         parts = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
         options = c10d.AllgatherOptions()
         options.asyncOp = False
-        self._call("_allgather_base", parts, x, options)
+        self._wait(self._group._allgather_base, parts, x, options)
         return join_parts(parts, dim)
-
-    def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
-        return "nccl"
 
     def check(self) -> None:
         if not self._lost and self._group is not None:
             status = self._group.get_error()
             if status != c10d.ErrorType.SUCCESS:
                 self._lost = f"torch's watchdog has found {status.name}"
-        if self._lost:
-            raise PeerLost(f"nccl rank {self.rank} of {self.size}: {self._lost}")
-
-    def abort(self) -> None:
-        """End all calls in flight, those of replayed graphs too; `check` raises from then on."""
-        self._lost = self._lost or "aborted"
-        if self._group is not None:
-            self._group.abort()
+        super().check()
 
     def close(self) -> None:
         if self._group is not None:
             group, self._group = self._group, None
             group.abort()  # shutdown() waits for all ranks, and those of a worker end in turn
-
-    def _call(self, name: str, *arguments: object) -> None:
-        try:
-            work = getattr(self._group, name)(*arguments)
-            if work is not None:
-                work.wait()
-        except RuntimeError as e:
-            self._lost = str(e)
-            self.check()

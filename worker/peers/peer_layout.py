@@ -1,4 +1,4 @@
-"""What lies where in the memory that ranks give each other, and how messages are cut for it."""
+"""The layout of the memory that ranks share, and how messages are cut for it."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -9,7 +9,7 @@ CHUNK_BYTES = 16
 # Two i64 words in pinned host memory. A poll that lasts longer than the limit sets the fault, and a
 # poll that sees the fault set ends, so all polls of a step with a lost peer end together. Reading
 # them crosses PCIe, which takes milliseconds if all threads of a kernel do so; the peers then wait
-# as long, read them too, and never catch up (measured: 2 ms for each sum once one rank was late by
+# as long, read them too, and never catch up (measured: 2 ms a sum once one rank was late by
 # 0.7 ms). So a poll looks there only once it has lasted 20 ms, and one thread in 128 at a time.
 CONTROL_WORDS = 2  # fault, limit_ns
 FAULT, LIMIT_NS = range(CONTROL_WORDS)
@@ -22,13 +22,13 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PeerLayout:
-    """What lies where in a rank's region; offsets and sizes in bytes.
+    """The parts of a rank's region; offsets and sizes in bytes.
 
     turns: i32 [3, CHANNELS], calls so far of one-shot, two-shot, gather.
     flags: i64 [2, CHANNELS, world], by sender; upper half the turn, lower half x's offset / 16.
     marked: [CHANNELS, 2, world, marked_piece] chunks of gathers.
     slots: [CHANNELS, 2, world, piece] chunks of one-shot; ABSENT between calls.
-    buffers: NUM_BUFFERS times buffer_bytes, for what is summed.
+    buffers: NUM_BUFFERS times buffer_bytes, for summands.
     """
 
     flags: ClassVar[int] = 4096
@@ -88,7 +88,7 @@ class PeerMemory:
 
     rank: int
     layout: PeerLayout
-    bases: tuple[int, ...]  # where each rank's region is mapped here; [rank] is this rank's own
+    bases: tuple[int, ...]  # by rank: where its region is mapped here; [rank] is this rank's own
     control: int  # address of i64 [2]: fault, limit_ns
 
     @property
@@ -98,7 +98,7 @@ class PeerMemory:
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Where those of the others are, each rank beginning with another one."""
+        """Where those of the others are; ranks begin with different ones."""
         return self.bases[self.rank + 1 :] + self.bases[: self.rank]
 
     def offset(self, x: Tensor) -> int | None:
@@ -109,7 +109,7 @@ class PeerMemory:
 
 
 class Tiles(NamedTuple):
-    """A message as `programs` programs take it: `steps` tiles of `block` chunks each."""
+    """A message as `programs` programs take it: `steps` tiles of `block` chunks a program."""
 
     programs: int
     steps: int
@@ -129,7 +129,7 @@ def one_shot_tiles(num_chunks: int) -> Tiles:
 
 
 def share_of(num_chunks: int, world: int) -> int:
-    """Chunks that each rank sums of a message, by two shots; shares begin at lines of 128 bytes."""
+    """Chunks that a rank sums of a message, by two shots; shares begin at lines of 128 bytes."""
     return -(-num_chunks // (world * 8)) * 8
 
 

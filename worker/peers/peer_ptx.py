@@ -1,11 +1,11 @@
 """Sixteen bytes at a time: loads, stores and polls of memory that other GPUs write, in PTX.
 
-A chunk is 16 bytes: four words of 32 bits, each in a tensor of its own, so that a thread moves a
+A chunk is 16 bytes: four words of 32 bits, in four tensors, so that a thread moves a
 chunk by one access. Tensors of chunks must not be smaller than the program's threads: Triton would
-hold an element in several threads, and each would run the access.
+hold an element in several threads, and all of them would run the access.
 
 Memory of peers is touched by relaxed accesses of the scope of the system (PTX ISA, "Memory
-consistency model"). They are never torn within an element, and no L1 holds what they read.
+consistency model"). They are never torn within an element, and no L1 holds such memory.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ def _store(scope: str) -> Any:
 def _poll(mask: str, control: str, begin: str, look: str) -> Any:
     """Where `mask`, run `look` until it leaves `again` false, or the fault or the limit ends it.
 
-    begin: clears the outputs, and declares what `look` needs beside `low`.
+    begin: clears the outputs, and declares registers of `look` beside `low`.
     """
     return tl.constexpr(f"""
         {{
@@ -82,8 +82,8 @@ def _poll(mask: str, control: str, begin: str, look: str) -> Any:
         """)
 
 
-LOAD, LOAD_PEER = _load(""), _load("relaxed.sys.")
-STORE, STORE_PEER = _store(""), _store("relaxed.sys.")
+LOAD, LOAD_SHARED = _load(""), _load("relaxed.sys.")
+STORE, STORE_SHARED = _store(""), _store("relaxed.sys.")
 POLL_CHUNKS = _poll(
     "$7",
     "$6",
@@ -128,41 +128,22 @@ POLL_FLAGS = _poll(
 
 
 @triton.jit
-def load_chunks(address, mask):
-    """The four words of each chunk, of this GPU's own memory; zeros where not `mask`.
+def load_chunks(address, mask, SHARED: tl.constexpr = False):  # pyright: ignore
+    """Chunks' four words, of this GPU's own memory, or with SHARED of any; zeros where not `mask`.
 
     address: i64, multiples of 16; mask: bool, of the same shape.
     """
     return tl.inline_asm_elementwise(
-        LOAD, "=&r,=&r,=&r,=&r,l,r", [address, mask.to(tl.int32)],
+        LOAD_SHARED if SHARED else LOAD, "=&r,=&r,=&r,=&r,l,r", [address, mask.to(tl.int32)],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
-def load_peer_chunks(address, mask):
-    """load_chunks() of any GPU's memory."""
-    return tl.inline_asm_elementwise(
-        LOAD_PEER, "=&r,=&r,=&r,=&r,l,r", [address, mask.to(tl.int32)],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def store_chunks(address, words, mask):
-    """Writes the four words of each chunk to this GPU's own memory, where `mask`."""
+def store_chunks(address, words, mask, SHARED: tl.constexpr = False):  # pyright: ignore
+    """Writes chunks' four words to this GPU's own memory, or with SHARED to any, where `mask`."""
     tl.inline_asm_elementwise(
-        STORE, "=r,l,r,r,r,r,r",
-        [address, words[0], words[1], words[2], words[3], mask.to(tl.int32)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def store_peer_chunks(address, words, mask):
-    """store_chunks() to any GPU's memory."""
-    tl.inline_asm_elementwise(
-        STORE_PEER, "=r,l,r,r,r,r,r",
+        STORE_SHARED if SHARED else STORE, "=r,l,r,r,r,r,r",
         [address, words[0], words[1], words[2], words[3], mask.to(tl.int32)],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
@@ -170,7 +151,7 @@ def store_peer_chunks(address, words, mask):
 
 @triton.jit
 def poll_chunks(address, absent, control, mask):
-    """load_peer_chunks() once none of a chunk's words is `absent` any more."""
+    """load_chunks() of any GPU's memory, once none of a chunk's words is `absent` any more."""
     return tl.inline_asm_elementwise(
         POLL_CHUNKS, "=&r,=&r,=&r,=&r,l,r,l,r", [address, absent, control, mask.to(tl.int32)],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
@@ -179,7 +160,7 @@ def poll_chunks(address, absent, control, mask):
 
 @triton.jit
 def store_marked(address, a, b, mark, mask):
-    """Writes two words, each with `mark` in the same 8 bytes, to any GPU's memory."""
+    """Writes two words, either with `mark` in the same 8 bytes, to any GPU's memory."""
     tl.inline_asm_elementwise(
         """
         {
@@ -210,8 +191,7 @@ def poll_marked(address, mark, control, mask):
 def store_flags(address, value, mask):
     """Writes i64 flags to any GPU's memory, by the threads of the first warp: a release.
 
-    A store and no atomic: a PCIe link need not carry those. The first warp holds every element of
-    a tensor of up to 32.
+    A store and no atomic: a PCIe link need not carry those. The first warp holds up to 32 elements.
     """
     tl.inline_asm_elementwise(
         """
@@ -232,7 +212,7 @@ def store_flags(address, value, mask):
 
 @triton.jit
 def poll_flags(address, mark, control, mask):
-    """The i64 flags at `address`, once the upper half of each is `mark`: an acquire."""
+    """The i64 flags at `address`, once their upper halves are `mark`: an acquire."""
     return tl.inline_asm_elementwise(
         POLL_FLAGS, "=&l,l,r,l,r", [address, mark, control, mask.to(tl.int32)],
         dtype=tl.int64, is_pure=False, pack=1,

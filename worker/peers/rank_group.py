@@ -1,6 +1,6 @@
 """How ranks find each other and agree on everything by which they could come to differ.
 
-What memory holds, what the weights are, who listens where: a rank that decided by itself would
+Sizes of pools, digests of weights, addresses: a rank that decided them by itself would
 enter other collectives than its peers, and all of them would wait for ever.
 """
 
@@ -13,7 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from worker.errors import PeerLost
 
-TIMEOUT_S = 60.0  # of a collective's rendezvous and of each call: a peer this late is gone
+TIMEOUT_S = 60.0  # of a collective's rendezvous and of a call: a peer this late is gone
 # Ranks load weights and capture graphs between two calls of a RankGroup. The control plane notices
 # the death of a rank meanwhile, and ends all of them (`cluster.start_timeout_s`).
 START_TIMEOUT_S = 1800.0
@@ -29,7 +29,7 @@ def open_store(name: str, rank: int, size: int, init_method: str) -> Store:
 
 
 def exchange(store: Any, name: str, rank: int, size: int, value: str | bytes) -> list[bytes]:
-    """Every rank's `value`, in their order; all ranks call once with each `name`, or PeerLost."""
+    """Every rank's `value`, in their order; all ranks call once with a `name`, or PeerLost."""
     try:
         store.set(f"{name}/{rank}", value)
         return [bytes(store.get(f"{name}/{peer}")) for peer in range(size)]
@@ -42,8 +42,7 @@ class RankGroup:
 
     Every rank makes the same calls in one order. A group of one opens nothing. Raises PeerLost if
     rank 0 does not listen at `rendezvous` ("tcp://host:port", a free port of its host) in time, or
-    the port is taken. worker: name and incarnation, so that ranks of another worker that come to
-    the same port join nothing.
+    the port is taken. worker: name and incarnation; ranks of another one join nothing.
     """
 
     def __init__(

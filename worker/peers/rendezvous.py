@@ -10,13 +10,12 @@ def free_rendezvous(host: str) -> str:
     """A rendezvous, "tcp://host:port" of a port of this machine that was free a moment ago.
 
     Call it on the machine of rank 0, which listens there: `host` is its address. Another process
-    may take the port before rank 0 does: then rank 0 fails to bind it, and the worker starts again
-    with another one.
+    may take the port before rank 0 does, which fails then: the worker starts again with another.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as found:
-        found.bind((host, 0))
-        port = found.getsockname()[1]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port = probe.getsockname()[1]
     return f"tcp://[{host}]:{port}" if family == socket.AF_INET6 else f"tcp://{host}:{port}"
 
 
@@ -31,6 +30,6 @@ def own_address(rendezvous: str) -> str:
         return LOOPBACK
     port = parts.port or 1
     family, _, _, _, remote = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as found:
-        found.connect(remote)
-        return str(found.getsockname()[0])
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(remote)
+        return str(probe.getsockname()[0])

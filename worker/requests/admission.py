@@ -30,7 +30,7 @@ DEARER = 1.25  # times the cheapest estimate: a candidate that costs more is ask
 
 
 class Admission:
-    """Checks and admits requests, and decides where each prompt is prefilled."""
+    """Checks and admits requests, and decides where their prompts are prefilled."""
 
     def __init__(
         self,
@@ -119,7 +119,9 @@ class Admission:
             kv_bytes_per_token=self._engine.model_layout.page_bytes // self._engine.book.page_size,
             state_bytes=state.slot_bytes if (state := self._engine.model_layout.state) else 0,
             span=self._engine.book.span,
-            pull_bytes_per_s={each.peer: peers.bytes_per_s(each.peer, now) for each in candidates},
+            pull_bytes_per_s={
+                candidate.peer: peers.bytes_per_s(candidate.peer, now) for candidate in candidates
+            },
         )
         asked = to_ask(inputs, candidates, self._engine.config.disaggregation)
         # A sibling has matched the first choice's whole pages, and less than a page is missing.
@@ -141,19 +143,19 @@ class Admission:
         self._queues.prefill_locally(req)
 
     def _tell_of_slow_roads(self, inputs: PlacementInputs, candidates: list[Candidate]) -> None:
-        """Warn where a prefill worker computes KV faster than the road from it moves KV."""
-        for each in candidates:
-            rate = inputs.pull_bytes_per_s[each.peer]
-            moved, computed = rate / inputs.kv_bytes_per_token, each.prefill_s_per_token
+        """Warn where a prefill worker computes KV faster than the link to it moves KV."""
+        for candidate in candidates:
+            rate = inputs.pull_bytes_per_s[candidate.peer]
+            moved, computed = rate / inputs.kv_bytes_per_token, candidate.prefill_s_per_token
             if (
                 computed
                 and moved * computed < 1
-                and self._log.news(each.peer, "is reached by a slow road")
+                and self._log.news(candidate.peer, "is reached by a slow link")
             ):
                 log.warning(
-                    "the road from %s moves %.3g GB/s, %s tokens/s of this model, and a prefill "
+                    "the link to %s moves %.3g GB/s, %s tokens/s of this model, and a prefill "
                     "worker computes %s: most prompts are prefilled here (disaggregation.mode)",
-                    each.peer, rate / 1e9, f"{moved:,.0f}", f"{1 / computed:,.0f}",
+                    candidate.peer, rate / 1e9, f"{moved:,.0f}", f"{1 / computed:,.0f}",
                 )  # fmt: skip
 
     def queue_for_row(self, req: Req) -> None:
@@ -202,7 +204,7 @@ class PlacementInputs:
     num_running: int  # decode rows that a local prefill would stall
     s_per_token: float  # of local prefill; 0 = not measured yet
     kv_bytes_per_token: int
-    pull_bytes_per_s: Mapping[PeerId, float]  # of each candidate
+    pull_bytes_per_s: Mapping[PeerId, float]  # of the candidates
     num_queued_tokens: int = 0  # of prompts that wait to be prefilled here
     state_bytes: int = 0  # of a request, where layers are recurrent
     span: int = 0  # so many tokens are pulled at most; 0: all
@@ -236,9 +238,9 @@ def to_ask(
         return ASKING_S + compute_s + pull_s
 
     stalled = inputs.num_uncached_tokens * (1 + inputs.num_running)
-    costs = [remote_s(each) for each in candidates]
+    costs = [remote_s(candidate) for candidate in candidates]
     least = min(costs)
     if (inputs.num_queued_tokens + stalled) * s_per_token <= least:
         return []
     ranked = zip(costs, candidates, strict=True)
-    return [each for _, each in sorted(ranked, key=lambda pair: pair[0] > DEARER * least)]
+    return [candidate for _, candidate in sorted(ranked, key=lambda pair: pair[0] > DEARER * least)]

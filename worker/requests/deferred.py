@@ -58,7 +58,7 @@ class Deferred:
 
     def forget(self, is_meant: Callable[[Key], bool]) -> None:
         """Drop the requests whose key is meant."""
-        self.waiting = {key: each for key, each in self.waiting.items() if not is_meant(key)}
+        self.waiting = {key: request for key, request in self.waiting.items() if not is_meant(key)}
 
     def _stage(self, router: PeerId, message: Generate) -> Stage | None:
         """What a request has to wait for; None: nothing."""

@@ -108,7 +108,7 @@ class Replies:
     def lost(self, router: PeerId) -> None:
         """Drop everything that is queued or unacknowledged for `router`."""
         self._queued.pop(router, None)
-        self._finals = {key: each for key, each in self._finals.items() if key[0] != router}
+        self._finals = {key: final for key, final in self._finals.items() if key[0] != router}
 
     def flush(self, now: float, read_at: float) -> None:
         """Send what is queued, and unacknowledged final chunks again after resend_s.
@@ -128,5 +128,5 @@ class Replies:
 
 
 def limited(logprobs: Sequence[TokenLogprob], most: int) -> tuple[TokenLogprob, ...]:
-    """With `most` alternatives each; others of the batch may have asked for more."""
-    return tuple(msgspec.structs.replace(each, top=each.top[:most]) for each in logprobs)
+    """With at most `most` alternatives; others of the batch may have asked for more."""
+    return tuple(msgspec.structs.replace(token, top=token.top[:most]) for token in logprobs)

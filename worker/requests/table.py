@@ -40,7 +40,7 @@ ABORTED = Error(FinishReason.ABORT.value, "the router aborted the request")
 
 
 class Requests:
-    """The requests that a decode worker owns; each ends once, by `end`."""
+    """The requests that a decode worker owns; a request ends once, by `end`."""
 
     def __init__(
         self, engine: Engine, thread: EngineThread, scheduler: DecodeScheduler, inbound: Inbound
@@ -139,7 +139,7 @@ class Requests:
         self.replies.lost(peer)
         self.deferred.forget(lambda key: key[0] == peer)
         lost = Error(PeerLost.code, f"{peer} is lost")
-        for req in [each for each in self.reqs.values() if each.router == peer]:
+        for req in [req for req in self.reqs.values() if req.router == peer]:
             self._unwanted(req, lost)
 
     def stop(self, router: PeerId, message: Stop) -> None:
@@ -182,7 +182,7 @@ class Requests:
         """End requests that are past their deadline. Their routers should have aborted them."""
         self.sweep_at = now + SWEEP_S
         self.kept.sweep(now)
-        for req in [each for each in self.reqs.values() if now > each.deadline_at]:
+        for req in [req for req in self.reqs.values() if now > req.deadline_at]:
             error = Error(DeadlinePassed.code, "the request's deadline has passed")
             self.replies.error(req, error)
             self.leave(req, FinishReason.ABORT, error)

@@ -13,8 +13,8 @@ from worker.config import EngineConfig
 from worker.config.progress import Progress, no_progress
 from worker.drafts.base import Drafter
 from worker.drafts.drafter import DrafterModel
+from worker.draw.logprobs import Scores
 from worker.draw.sampler import Result
-from worker.draw.scores import Scores
 from worker.forward.batch import Batch
 from worker.forward.context import LayerHook
 from worker.forward.draws import Masks

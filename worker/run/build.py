@@ -118,7 +118,7 @@ def _run_largest_chunks(loaded: LoadedModel) -> None:
 
 @torch.inference_mode()
 def _run_largest_windows(loaded: LoadedModel) -> None:
-    """Run the largest decode step of each width, and the draws with penalties and logprobs."""
+    """Run the largest decode steps of all widths, and the draws with penalties and logprobs."""
     decode, device = EagerDecode(loaded), loaded.state.device
     plan = Plan(0, tail=TAILS[-1], penalized=True, num_logprobs=MAX_LOGPROBS)
     for width in loaded.widths:

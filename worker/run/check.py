@@ -46,7 +46,7 @@ def check_bucket(
 ) -> BucketCheck | None:
     """Run `bucket` rows with windows of `width` op by op and by replays, from the same state.
 
-    In windows the first draft of each row is right, and so are some of the others by chance. State
+    In windows the first draft of a row is right, and so are some of the others by chance. State
     and pages of `loaded` must be unused, and are reset. None: the pool is too small.
     Raises AssertionError if the results differ, and engine.strict is set.
     """
@@ -145,7 +145,7 @@ class _Scene:
     def times_ms(
         self, launches: Sequence[Callable[[], object]], num_rounds: int = NUM_ROUNDS
     ) -> list[float]:
-        """Time each kind of launch, from synchronize to synchronize, after one that warms up.
+        """Time the kinds of launch, from synchronize to synchronize, after one that warms up.
 
         A time is the best of a few rounds, because other work may disturb a round. The kinds
         alternate: a GPU at its power limit slows down by 10 % and more within a second, and the
@@ -182,7 +182,7 @@ class DecodeScene(_Scene):
         most = min(MAX_CHECK_LEN, loaded.max_len - 1)
         num_pages = min(-(-most // page_size), (pool.num_pages - 1) // bucket)  # of a row
         self.num_slots = num_pages * page_size  # of a row
-        if loaded.model.delta is not None and bucket >= pool.num_slots:
+        if loaded.model.is_recurrent and bucket >= pool.num_slots:
             self.num_slots = 0  # there are fewer states than rows
         self._width = width
         self.rows = torch.arange(1, bucket + 1, device=loaded.state.device)
@@ -222,7 +222,7 @@ class DecodeScene(_Scene):
         tail: Tail = "none" if plan.penalized else plan.tail
         step = launches.step(self.rows, tail, plan.width)
         result = launches.draw(step, plan, self._masks) if plan.penalized else step.result
-        drawn = [result.drawn, result.values, result.ids] if result is not None else []
+        drawn = [] if result is None else [result.drawn, *(result.scores or ())]
         columns, counts = self._loaded.state.columns, self._loaded.state.penalties.counts
         left = columns.active, columns.seq_len, columns.last_token, columns.folded, columns.drafts
         made = step.hidden, self.written(), *left, counts[1 : NUM_PENALIZED + 1], *drawn
@@ -260,7 +260,7 @@ class ChunkScene(_Scene):
         starts = [prefix * (i % 2) for i in range(num_reqs)]
         num_pages = -(-(max(counts) + prefix) // page_size)  # of a row
         self.fits = num_reqs <= most and num_reqs * num_pages < loaded.pool.num_pages
-        if loaded.model.delta is not None:
+        if loaded.model.is_recurrent:
             self.fits = self.fits and num_reqs < loaded.pool.num_slots
         vocab_size = loaded.model.shape.vocab_size
         chunks = tuple(
@@ -289,7 +289,7 @@ class ChunkScene(_Scene):
 
 
 def _pages_of_rows(num_rows: int, num_pages: int) -> tuple[RowPages, ...]:
-    """Give rows 1 to num_rows `num_pages` pages each, from page 1 on."""
+    """Give rows 1 to num_rows `num_pages` pages a row, from page 1 on."""
     firsts = range(1, 1 + num_rows * num_pages, num_pages) if num_pages else ()
     return tuple(
         RowPages(row, 0, tuple(range(first, first + num_pages)))

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from worker.draw.scores import Scores, score
+from worker.draw.logprobs import Scores, score
 from worker.plan import LONG_STEP_TOKENS, PaddedShape, Plan
 from worker.run.base import Decoded, LoadedModel
 from worker.run.build import Graphs

@@ -186,7 +186,7 @@ class _Piece(nn.Module):
 
 
 def _split(traced: GraphModule) -> GraphModule:
-    """Split `traced` at its attention calls; each call becomes a module of its own, in trace order.
+    """Split `traced` at its attention calls, which become modules of their own, in trace order.
 
     The call goes to `attend` itself, not to the custom op: a break within an op would end one
     capture and begin the next inside the dispatcher.

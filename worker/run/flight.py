@@ -48,7 +48,7 @@ class StepResult(NamedTuple):
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Step:
-    """A launched step. Filled by ModelRunner."""
+    """A launched step. Made by ModelRunner."""
 
     plan: Plan
     outcome: Handle  # of its last piece of work, an `Outcome`
@@ -75,10 +75,10 @@ class MaskedStep:
 
     plan: Plan
     verifies: Handle | None  # the drafts that it verifies; None: none
-    groups: ClassVar[None] = None
+    groups: ClassVar[None] = None  # a prefill worker masks nothing
 
     def drafts(self) -> list[list[int]]:
-        """Drafts that each row verifies: width - 1 ids, -1 = none. Width 1: [].
+        """Drafts that the rows verify: width - 1 ids, -1 = none. Width 1: [].
 
         Waits for the end of the step before. From then on masks can be made.
         """

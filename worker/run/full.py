@@ -1,6 +1,6 @@
 """Decode steps as CUDA graphs: everything from the rows to the drawn tokens in one replay.
 
-A bucket is a padded number of rows. For each width of windows, a bucket has these graphs:
+A bucket is a padded number of rows. By width of windows, a bucket has these graphs:
 
     what is in it            width 1                      wider
     forward, draws           greedy, random, filtered     greedy
@@ -114,7 +114,7 @@ class FullDecode(DecodeGraphs):
         self._tails.clear()
 
     def _bucket(self, num_rows: int, width: int) -> int:
-        return next(each for each in buckets_of(self.buckets, width) if each >= num_rows)
+        return next(bucket for bucket in buckets_of(self.buckets, width) if bucket >= num_rows)
 
     def _eager_step(self, rows: Tensor, tail: Tail, width: int) -> Decoded:
         return self._eager.step(rows, WindowShape(width, self._loaded.max_len + width - 1), tail)
@@ -177,8 +177,8 @@ def buckets_of(buckets: tuple[int, ...], width: int) -> tuple[int, ...]:
     if width == 1:
         return buckets
     most = max_rows(width, buckets[-1])
-    coarse = [each for each in buckets if each <= 64 or each % 32 == 0]
-    return (*(each for each in coarse if each < most), most)
+    coarse = [bucket for bucket in buckets if bucket <= 64 or bucket % 32 == 0]
+    return (*(bucket for bucket in coarse if bucket < most), most)
 
 
 def decode_buckets(max_num_reqs: int) -> list[int]:

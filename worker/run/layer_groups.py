@@ -8,13 +8,13 @@ from worker.run.stream import Stream
 
 
 class LayerGroups:
-    """The layer hook of one prefill step: records an event as each layer group becomes final.
+    """The layer hook of one prefill step: records an event as a layer group becomes final.
 
     Pages of other regions (a drafter's) travel with the last group, whose event is recorded once
     these are written, too. With several ranks a layer's KV is final when all have stored theirs.
     The leader knows that after the layer's all-reduce: a group is final from the next layer on.
 
-    If the stream launches in the engine thread, `while_launching` is called at each layer, once the
+    If the stream launches in the engine thread, `while_launching` is called at all layers, once the
     store of its KV is enqueued. The callback announces the groups of the previous step.
     """
 
@@ -26,7 +26,7 @@ class LayerGroups:
         num_ranks: int = 1,
     ) -> None:
         self._events = [stream.event() for _ in range(layout.num_groups)]
-        self._layers_per_group = layout.regions[0].layers_per_group
+        self._layers_per_group = layout.target.layers_per_group
         self._late = num_ranks > 1
         # Groups that `on_layer` records; the last may have to wait for `on_regions`.
         self._by_layers = layout.num_groups - (len(layout.regions) > 1 or self._late)

@@ -1,4 +1,4 @@
-"""Prompt chunks as CUDA graphs with a break at the attention of each layer.
+"""Prompt chunks as CUDA graphs with breaks at the attention of their layers.
 
 A piecewise capture depends only on the padded number of tokens. Token ids, positions and slots lie
 in the static buffers of `BatchBuffers`, padded with tokens of page 0. Requests, lengths and pages
@@ -194,8 +194,9 @@ class PiecewiseChunks(ChunkGraphs):
         return hidden if rows is None else hidden.index_select(0, rows)
 
     def _launch_variants(self, num_tokens: int) -> None:
-        """Launch each attention variant that batches of this bucket can need, to compile it now."""
+        """Launch all attention variants that batches of this bucket can need, to compile it now."""
         loaded, attention = self.loaded, self.loaded.attention.prefill
+        attended = loaded.model.attended
         longest = min(num_tokens, loaded.max_len)
         # Lengths in powers of two, the lowest and the highest bound, any number of requests.
         lengths = {min(longest, 1 << i) for i in range(power_of_two(longest).bit_length())}
@@ -207,7 +208,7 @@ class PiecewiseChunks(ChunkGraphs):
                 continue
             self._launched_variants.add(variant)
             plan = _sink_plan([length] + [1] * (num_reqs - 1), longest_ub)
-            shape = num_tokens, loaded.model.heads.num_heads, loaded.model.shape.head_dim
+            shape = num_tokens, attended.num_heads, attended.head_dim
             q = torch.zeros(shape, dtype=self.embedded.dtype, device=self.embedded.device)
             batch = loaded.buffers.chunks(plan, num_tokens)
             with forward_context(batch, attention, attention.plan(batch)):
@@ -243,7 +244,7 @@ class PiecewiseChunks(ChunkGraphs):
 
 
 def _sink_plan(counts: Sequence[int], max_seq_len_ub: int) -> Plan:
-    """A plan of chunks of so many tokens each, all of row 0."""
+    """A plan of chunks with so many tokens, all of row 0."""
     chunks = tuple(Chunk(0, 0, (0,) * count) for count in counts)
     return Plan(0, chunks=chunks, max_seq_len_ub=max_seq_len_ub)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from worker.draw.logprobs import pinned_copy
 from worker.draw.sampler import Result
 from worker.forward.draws import Masks
 from worker.model.decoder import Decoder
@@ -161,8 +162,7 @@ class _Drafts(NamedTuple):
     ids: Tensor  # [rows, width - 1] i64
 
     def to_host(self) -> "_Drafts":
-        host = torch.empty(self.ids.shape, dtype=self.ids.dtype, pin_memory=True)
-        return _Drafts(host.copy_(self.ids, non_blocking=True))
+        return _Drafts(pinned_copy(self.ids))
 
 
 def count_sums(model: Decoder, metrics: WorkerMetrics, plan: Plan, num_tokens: int) -> None:

@@ -27,7 +27,7 @@ class PromptLimits(NamedTuple):
 
 def fits(sampling: Sampling) -> bool:
     """Whether the device's tensors can hold it; the router's limits are narrower."""
-    numbers = [each for each in msgspec.structs.astuple(sampling) if isinstance(each, float)]
+    numbers = [value for value in msgspec.structs.astuple(sampling) if isinstance(value, float)]
     numbers += [bias for _, bias in sampling.logit_bias]
     counts = sampling.top_k, sampling.min_tokens
     return (

@@ -68,8 +68,8 @@ class DecodeScheduler:
     def settle(self, step: int, drawn: list[Drawn]) -> list[Settled]:
         """Append the tokens of step `step`, which has finished.
 
-        The caller calls `finish` for results with a finish reason. Requests that have ended since
-        the launch are left out.
+        For results with a finish reason the caller calls `DecodeQueues.finish`. Requests that have
+        ended since the launch are left out.
         """
         queues = self.queues
         self._book.settled(step)

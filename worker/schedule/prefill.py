@@ -119,7 +119,7 @@ class PrefillScheduler:
         """Record that step `step` has finished; returns the requests that it computed for.
 
         Announce them before `commit`, so that decode pulls while the prefix tree is updated.
-        drawn: for each chunk with `sample`, in their order.
+        drawn: of the chunks with `sample`, in their order.
         """
         self.book.settled(step)
         computed: list[PrefillReq] = []

@@ -63,7 +63,7 @@ class Req:
     phase: Phase = Phase.NEW
     hold: Hold | None = None
     row: int = 0  # 0 = none
-    # Tokens whose KV is in `hold`; grows when a fetch or local prefill ends, then with each token.
+    # Tokens whose KV is in `hold`; grows when a fetch or local prefill ends, then by tokens.
     num_computed_tokens: int = 0
     num_planned_tokens: int = 0  # local prefill: tokens whose chunks have been launched
     num_table_pages: int = 0  # pages that are in the device's page table, or queued for it

@@ -8,9 +8,9 @@ from worker.cache.book import Hold, PageBook
 from worker.config import EngineConfig
 from worker.schedule.req import Phase, Req
 
-# One of so many parts of a worker's requests, rows and pages is divided among those who may ask:
-# each has its share for itself. The rest is for whoever comes first, so that a worker that only one
-# of two members uses runs as full as 15 of 16.
+# One of so many parts of a worker's requests, rows and pages is divided into shares, a share for a
+# member that may ask. The rest is for whoever comes first, so that a worker that only one of two
+# members uses runs as full as 15 of 16.
 PARTS = 8
 
 Taken = Iterable[tuple[PeerId, int]]  # by whom how much, in any number of pieces
@@ -18,14 +18,14 @@ Taken = Iterable[tuple[PeerId, int]]  # by whom how much, in any number of piece
 
 @dataclass(slots=True)
 class Shares:
-    """role: of the members that ask. All is one's who asks alone."""
+    """What a worker divides among the members of a `role`, who ask; a single one has it all."""
 
     role: Role
     members: frozenset[PeerId] = frozenset()
 
     def update(self, members: Iterable[Member]) -> None:
         """Take the controller's whole list."""
-        self.members = frozenset(each.peer for each in members if each.role == self.role)
+        self.members = frozenset(member.peer for member in members if member.role == self.role)
 
     def allow(self, peer: PeerId, total: int, left: int, taken: Taken) -> bool:
         """Whether `peer` may take what it asks for, if so much of a total is left then.
@@ -38,10 +38,10 @@ class Shares:
         has = _sums(taken)
         if has.get(peer, 0) < own:
             return True
-        return left >= sum(max(0, own - has.get(each, 0)) for each in self.members - {peer})
+        return left >= sum(max(0, own - has.get(other, 0)) for other in self.members - {peer})
 
     def own(self, total: int) -> int:
-        """What each has of a total for itself."""
+        """The share of a total that a member has for itself."""
         return total // (PARTS * len(self.members)) if self.members else 0
 
 
@@ -56,8 +56,8 @@ def num_pages(hold: Hold | None) -> int:
 
 def _sums(taken: Taken) -> dict[PeerId, int]:
     sums: dict[PeerId, int] = {}
-    for each, num in taken:
-        sums[each] = sums.get(each, 0) + num
+    for peer, num in taken:
+        sums[peer] = sums.get(peer, 0) + num
     return sums
 
 
@@ -73,13 +73,13 @@ class RouterShares(Shares):
         """Whether one more of its requests may have a row, of those that are free."""
         if len(self.members) < 2:
             return True
-        rows = [(each.router, 1) for each in self.holders if each.row]
+        rows = [(req.router, 1) for req in self.holders if req.row]
         return self.allow(router, self._num_rows, self._num_rows - len(rows) - 1, rows)
 
     def allow_pages(self, router: PeerId) -> bool:
         """Whether it may have the pages that a new hold has just taken."""
         book = self._book
-        pages = ((each.router, num_pages(each.hold)) for each in self.holders)
+        pages = ((req.router, num_pages(req.hold)) for req in self.holders)
         return self.allow(router, book.num_pages, book.num_available, pages)
 
     def is_short(self, router: PeerId) -> bool:
@@ -88,13 +88,13 @@ class RouterShares(Shares):
         return len(self.members) > 1 and self._pages().get(router, 0) < own
 
     def victim_for(self, router: PeerId) -> Req | None:
-        """The youngest running request of who has most pages, if this router is short."""
+        """If `router` is short: the youngest running request of the router with most pages."""
         if not self.is_short(router):
             return None
         pages = self._pages()
-        running = [each for each in self.holders if each.phase is Phase.RUNNING]
-        youngest = max(running, key=lambda each: (pages[each.router], each.arrival), default=None)
+        running = [req for req in self.holders if req.phase is Phase.RUNNING]
+        youngest = max(running, key=lambda req: (pages[req.router], req.arrival), default=None)
         return None if youngest is None or youngest.router == router else youngest
 
     def _pages(self) -> dict[PeerId, int]:
-        return _sums((each.router, num_pages(each.hold)) for each in self.holders)
+        return _sums((req.router, num_pages(req.hold)) for req in self.holders)

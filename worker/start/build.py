@@ -11,15 +11,15 @@ import torch
 
 from worker.api import PeerId
 from worker.cache.book import PageBook
-from worker.cache.layout import KVRegion, ModelLayout, StateRegion
+from worker.cache.layout import ModelLayout
 from worker.cache.pool import KVPool
 from worker.config import Machine, WorkerConfig
-from worker.config.checkpoint.delta_shape import BLOCK
 from worker.config.checkpoint.shape import ModelShape, read_model_shape
 from worker.config.progress import Progress, no_progress
 from worker.drafts.build import read_drafter, regions, within_block
 from worker.drafts.drafter_shape import DrafterShape
 from worker.errors import Unsupported, UserError
+from worker.model.kinds import Cut, kinds_of, regions_of
 from worker.observe.fresh import Fresh
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import WorkerMetrics
@@ -37,7 +37,7 @@ from worker.transfer.base import TRANSPORTS, KVTransport
 from worker.transfer.host import addresses_in
 
 log = logging.getLogger("kvlane.engine")
-# What model and pool depend on; a process keeps both in another role only where they are equal.
+# Model and pool depend on these; a process keeps both in another role where they are equal.
 SECTIONS = ("tp", "model", "kv", "spec", "transport")
 OF_ENGINE = ("device", "num_pages", "state_slots", "memory_fraction", "cpu_pool_bytes")
 MAX_GROUPS = 4  # a quarter of the KV is then left to pull after a step; more groups gain little
@@ -69,7 +69,7 @@ def build_engine(
 
     Raises:
         UserError: the model directory, the configuration or a library is at fault, or device memory
-            is too small. Unsupported: what is kept is not what the configuration names.
+            is too small. Unsupported: the configuration names others than are kept.
         PeerLost: the other ranks did not come to the rendezvous.
     """
     name, host, leads = place.name, place.host, rank == 0  # only rank 0 has requests
@@ -119,7 +119,7 @@ def _book(config: WorkerConfig, shape: ModelShape, pool: KVPool) -> PageBook:
     return PageBook(
         pool.num_pages,
         int(config.kv.page_size),
-        # What is found has no state, so prompts of recurrent layers are computed from their start.
+        # Cached pages have no state, so prompts of recurrent layers are computed from their start.
         prefix_cache=config.engine.prefix_cache and not pool.num_slots,
         num_slots=pool.num_slots,
         # Drafters with weights have keys in the pages too, and see all of them.
@@ -140,7 +140,7 @@ def _transport(config: WorkerConfig, host: str, pool: KVPool) -> KVTransport:
 
 
 def _as_kept(config: WorkerConfig, kept: Kept) -> WorkerConfig:
-    """`config` with the size of the pool that is there; Unsupported if it names what is not."""
+    """`config` with the size of the pool that is there; Unsupported if it names another."""
     before = kept.config
     paths = [path for path in SECTIONS if getattr(config, path) != getattr(before, path)]
     engine, old = config.engine, before.engine
@@ -171,14 +171,10 @@ def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) 
     on_gpu = config.engine.device != "cpu"
     capability = torch.cuda.get_device_capability() if on_gpu else None
     check_kv(config.kv.dtype, config.model.dtype, shape, capability)
-    if shape.delta is not None:
-        _check_recurrent(config)
-    if shape.experts is not None and config.engine.graph.prefill == "compiled":
-        param = "engine.graph.prefill"
-        raise Unsupported(f"{param}: compiled cannot trace layers of experts", param)
+    _check_layers(config, shape)
     if config.engine.device == "cpu":
         torch.set_num_threads(int(config.engine.threads))
-    engine_threads = {"engine": {"threads"}}  # may differ: each process takes it from its own CPUs
+    engine_threads = {"engine": {"threads"}}  # may differ: a process takes it from its own CPUs
     text = config.model_dump_json(exclude=engine_threads)
     rank_group.check_equal("configurations", text.encode())
     layout = model_layout(config, shape, drafter_shape)
@@ -186,14 +182,17 @@ def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) 
     return Start(config, max_len, shape, drafter_shape, layout, rank_group, progress)
 
 
-def _check_recurrent(config: WorkerConfig) -> None:
-    """Refuse settings with which layers that are recurrent cannot be served."""
-    if int(config.engine.max_prefill_tokens) < BLOCK:
-        param = "engine.max_prefill_tokens"
-        raise UserError(f"{param} must be at least {BLOCK} for gated delta nets", param)
-    if config.engine.graph.prefill == "compiled":
+def _check_layers(config: WorkerConfig, shape: ModelShape) -> None:
+    """Refuse settings with which the model's layers cannot be served."""
+    untraced = ["layers of experts"] * (shape.experts is not None)
+    for kind in kinds_of(shape).values():
+        if int(config.engine.max_prefill_tokens) < kind.grain:
+            param = "engine.max_prefill_tokens"
+            raise UserError(f"{param} must be at least {kind.grain} for {kind.people}", param)
+        untraced += [kind.people] * (not kind.is_traced)
+    if untraced and config.engine.graph.prefill == "compiled":
         param = "engine.graph.prefill"
-        raise Unsupported(f"{param}: compiled cannot trace gated delta nets", param)
+        raise Unsupported(f"{param}: compiled cannot trace {untraced[-1]}", param)
 
 
 def probe() -> Machine:
@@ -213,26 +212,17 @@ def model_layout(
         most = 1 if config.engine.device == "cpu" else MAX_GROUPS
         num_groups = max(n for n in range(1, most + 1) if shape.num_kv_layers % n == 0)
         log.debug("kv.num_groups = %d (of %d layers)", num_groups, shape.num_kv_layers)
-    target = KVRegion(
-        name="target",
-        num_layers=shape.num_kv_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        num_groups=num_groups,
-        page_size=int(config.kv.page_size),
-        dtype=config.model.dtype if config.kv.dtype == "auto" else config.kv.dtype,
-    )
-    drafted = () if drafter is None else regions(drafter, target.page_size, config.model.dtype)
-    state = None
-    if shape.delta is not None:
-        state = StateRegion(sum(shape.is_delta), *shape.delta, config.model.dtype)
+    page_size, dtype = int(config.kv.page_size), config.model.dtype
+    kv_dtype = dtype if config.kv.dtype == "auto" else config.kv.dtype
+    target, state = regions_of(shape, Cut(page_size, num_groups, dtype, kv_dtype))
+    drafted = () if drafter is None else regions(drafter, page_size, dtype)
     return ModelLayout((target, *drafted), state)
 
 
 def _metrics(
     config: WorkerConfig, name: str, book: PageBook, checks: Sequence[BucketCheck]
 ) -> WorkerMetrics:
-    """Make the metrics: those that stay constant, and of pages and slots, read at each scrape."""
+    """Make the metrics: constant ones, and those of pages and slots, read at a scrape."""
     metrics = WorkerMetrics(model=config.model.name, role=config.role, worker=name)
     metrics.ranks.set(config.tp)
     metrics.drafter(config.spec.drafter).set(1)

@@ -1,28 +1,23 @@
-"""What can be checked of workers before one starts: names and directories. Free of torch."""
+"""Checks of workers before one starts: names and directories. Free of torch."""
 
 from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from worker.attention.backends import ATTENTION
-from worker.cache.layout import KVRegion
-from worker.config import (
-    EngineConfig,
-    ModelConfig,
-    SpecConfig,
-    TransportConfig,
-    check_length,
-)
+from worker.config import EngineConfig, ModelConfig, SpecConfig, TransportConfig, check_length
+from worker.config.backends import BACKENDS
 from worker.config.checkpoint.experts import Division, rank_experts
 from worker.config.checkpoint.refusals import check_path
 from worker.config.checkpoint.shape import LayerShape, ModelShape, read_model_shape
 from worker.drafts.drafter_config import READERS, check_block
 from worker.errors import UserError
+from worker.model.kinds import Cut, kinds_of, regions_of
 from worker.transfer.base import KINDS
 from worker.weights.files import check_weights, count_weights
-from worker.weights.shard import Part, coarse, split_even, split_heads
+from worker.weights.shard import Part, coarse, split_even
 
-Names = dict[str, tuple[str, Collection[str]]]  # path of a field -> its value, what it may be
+Names = dict[str, tuple[str, Collection[str]]]  # path of a field -> its value, possible values
 # Path of a field -> ranks among which models are divided, and how their experts are.
 Ranks = Mapping[str, tuple[int, Division]]
 
@@ -36,7 +31,7 @@ def names_of(transport: TransportConfig, engines: Mapping[str, EngineConfig]) ->
         named["transport.kind"] = transport.kind, KINDS[transport.name]
     for path, engine in engines.items():
         for kind, name in engine.attention.model_dump().items():
-            named[f"{path}.attention.{kind}"] = name, (*ATTENTION, "auto")
+            named[f"{path}.attention.{kind}"] = name, (*chain(*BACKENDS.values()), "auto")
     return named
 
 
@@ -47,11 +42,10 @@ def model_limits(directory: Path) -> tuple[int, str]:
 
 
 def kv_token_bytes(directory: Path, page_size: int, *dtypes: str) -> list[int]:
-    """Bytes that a token of the model's KV takes in each dtype; raises as read_model_shape."""
+    """Bytes that a token of the model's KV takes, by dtype; raises as read_model_shape."""
     shape = read_model_shape(directory)
-    sizes = shape.num_kv_layers, shape.num_kv_heads, shape.head_dim, 1, page_size
-    regions = [KVRegion("target", *sizes, dtype) for dtype in dtypes]
-    return [region.page_bytes // page_size for region in regions]
+    regions = [regions_of(shape, Cut(page_size, 1, shape.dtype, dtype)) for dtype in dtypes]
+    return [pages.page_bytes // page_size for pages, _ in regions]
 
 
 EIGHT_BITS = "float8_e4m3fn"  # of kv.dtype
@@ -60,7 +54,7 @@ ON_GPUS = "on GPUs from compute capability {}.{} on".format(*WITH_EIGHT_BITS)
 
 
 class Sizes(NamedTuple):
-    """Bytes of a model in 16 bits, and with what may be in eight."""
+    """Bytes of a model in 16 bits, and with all in eight that may be."""
 
     weights: int
     kv_token: int
@@ -137,15 +131,14 @@ def check_directories(
 def _check_ranks(shape: LayerShape, ranks: Ranks) -> None:
     for path, (size, division) in ranks.items():
         try:
-            split_heads(shape.num_heads, shape.num_kv_heads, 0, size)
+            for kind in kinds_of(shape).values():
+                kind.share(shape, 0, size)
             if not isinstance(shape, ModelShape) or not all(shape.is_sparse or (False,)):
                 split_even("intermediate_size", shape.intermediate_size, 0, size)
             if isinstance(shape, ModelShape) and shape.experts is not None:
                 _, columns = rank_experts(shape.experts, division, 0, size, group=shape.scale_group)
                 coarse(Part(shape.experts.width, columns), shape.scale_group)
             split_even("vocab_size", shape.vocab_size, 0, size)
-            if isinstance(shape, ModelShape) and shape.delta is not None:
-                split_even("linear_num_key_heads", shape.delta.key_heads, 0, size)
             if isinstance(shape, ModelShape):
                 for width in _divided_widths(shape):
                     coarse(Part(width, slice(0, width // size)), shape.scale_group)
@@ -155,13 +148,12 @@ def _check_ranks(shape: LayerShape, ranks: Ranks) -> None:
 
 def _divided_widths(shape: ModelShape) -> Iterator[int]:
     """Columns of the matrices, but experts', whose columns ranks divide."""
-    yield shape.num_heads * shape.head_dim
+    for kind in kinds_of(shape).values():
+        yield kind.width(shape)
     if not all(shape.is_sparse or (False,)):
         yield shape.intermediate_size
     if shape.experts is not None:
         yield shape.experts.shared_width
-    if shape.delta is not None:
-        yield shape.delta.value_width
 
 
 def _check_drafter(model: ModelConfig, spec: SpecConfig, target: ModelShape, ranks: Ranks) -> None:

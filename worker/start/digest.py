@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from worker.config.checkpoint.experts import ExpertShape
 from worker.config.checkpoint.shape import LayerShape, ModelShape
 from worker.peers.rank_group import RankGroup
 from worker.weights.loader import Loadable
@@ -23,7 +24,8 @@ from worker.weights.shard import Key, Shard
 
 # No KV depends on these: where a text ends, how it is drawn, how long it may be, how it was stored.
 NOT_OF_KV = ("eos_token_ids", "penalizes", "max_position_embeddings", "dtype")
-# Elements of a block, whose products take 8 bytes each: for a CPU's cache, and to fill a GPU.
+NUM_EARLY = 5  # fields of ExpertShape
+# Elements of a block, whose products take 8 bytes an element: for a CPU's cache, and to fill a GPU.
 CPU_BLOCK, GPU_BLOCK = 1 << 18, 1 << 24
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -34,7 +36,7 @@ class PartSum(NamedTuple):
     name: str  # in the checkpoint
     dtype: str
     full_shape: tuple[int, ...]
-    part: tuple[tuple[int, int], ...]  # first and last + 1 of each dimension
+    part: tuple[tuple[int, int], ...]  # by dimension, first and last + 1
     number: int
 
 
@@ -51,7 +53,7 @@ def part_sums(shards: Mapping[Key, Shard]) -> list[PartSum]:
 def weights_digest(sums: Iterable[PartSum]) -> str:
     """Digest a model, of which ranks hold parts; the same for any number of ranks.
 
-    It covers name, dtype, shape and every bit of each tensor that the model needs, under the
+    It covers name, dtype, shape and every bit of the tensors that the model needs, under the
     checkpoint's names: so neither stacking nor the order of files matters.
 
     sums: of all ranks. Parts that several ranks hold, as copies, count once.
@@ -72,14 +74,25 @@ def dummy_digest(seed: int, dtype: torch.dtype, device: torch.device, noise: str
 
 
 def model_digest(shape: LayerShape, weights: str) -> str:
-    """Digest a model or a drafter: what its configuration says of KV, and its weights' digest."""
+    """Digest a model or a drafter: its configuration of KV, and its weights' digest."""
     fields = {name: value for name, value in asdict(shape).items() if name not in NOT_OF_KV}
     if isinstance(shape, ModelShape):
         # Under its first name; dtypes and shapes of the weights tell what the format is.
         held = shape.quantization
         del fields["quantization"]
         fields["eight"] = None if held is None else (held.group > 0, held.ignored)
+        fields["experts"] = None if shape.experts is None else _said(shape.experts)
     return _sha256([fields, weights])
+
+
+def _said(experts: ExpertShape) -> list[object]:
+    """The fields that digests have always had, then those of the later ones that say something.
+
+    So workers of an older version still exchange KV of models that say nothing there.
+    """
+    later = dict(zip(experts._fields[NUM_EARLY:], experts[NUM_EARLY:], strict=True))
+    said = {name: x for name, x in later.items() if x != experts._field_defaults[name]}
+    return [*experts[:NUM_EARLY], *[said] * bool(said)]
 
 
 def combined(digests: Mapping[str, str]) -> str:
@@ -107,8 +120,7 @@ def tensor_sum(shard: Shard) -> Tensor:
 
     Rows are all dimensions but the last; both are counted in the whole tensor, of which `shard` is
     a part. The factors are odd and look random. So a changed element always changes the sum, an
-    exchange does but once in billions. The order of addition does not matter. Sums of parts add up
-    to the tensor's.
+    exchange does but once in billions. Addition may be in any order; sums of parts add up.
     """
     part = shard.dest.detach()
     *rows_shape, num_columns = shard.full_shape
@@ -138,5 +150,5 @@ def _shifted(x: Tensor, by: int) -> Tensor:
 
 
 def _sha256(tree: object) -> str:
-    """16 hex digits of what JSON makes of it."""
+    """16 hex digits, of the tree in JSON."""
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Kept(NamedTuple):
-    """What a worker leaves to one of the other role in its process. Filled by `Worker.retire`."""
+    """Parts that a worker leaves to one of the other role in its process: `Worker.retire`."""
 
     config: WorkerConfig  # as it was given
     weights: Weights
@@ -62,12 +62,12 @@ class Engine:
     transport: KVTransport
     metrics: WorkerMetrics
     meter: StepMeter
-    checks: Sequence[BucketCheck]  # of the start-up check: each kind and bucket that was compared
+    checks: Sequence[BucketCheck]  # of the start-up check: kinds and buckets that were compared
     tracer: "Tracer | None"
     rank_group: RankGroup
 
     def layer_groups(self, while_launching: Callable[[], None]) -> LayerGroups:
-        """Make a layer hook for `launch`; it records when each layer group of the KV is final."""
+        """Make a layer hook for `launch`; it records when layer groups of the KV are final."""
         return LayerGroups(self.layout, self.runner.stream, while_launching, self.rank_group.size)
 
     @property
@@ -121,7 +121,7 @@ class Engine:
         )
 
     def retire(self) -> None:
-        """Free what belongs to the role; `weights`, `pool` and `transport` are left."""
+        """Free the role's parts; `weights`, `pool` and `transport` are left."""
         self.runner.close()
         self.metrics.close()
         if self.tracer is not None:

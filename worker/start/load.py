@@ -2,15 +2,12 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
-from worker.attention.base import Attentions, AttentionShape
-from worker.attention.build import build_attentions
-from worker.attention.recurrent.delta_net import delta_states
 from worker.cache.layout import KVLayout, ModelLayout
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
@@ -22,8 +19,8 @@ from worker.drafts.drafter_shape import ChainShape, DrafterShape
 from worker.draw.simulated import SimulatedAcceptance
 from worker.errors import Unsupported
 from worker.model.decoder import Decoder
-from worker.model.layers import Placement
 from worker.model.load import load_model
+from worker.model.placement import Placement
 from worker.peers.base import COLLECTIVES, Collective
 from worker.peers.rank_group import RankGroup
 from worker.peers.rendezvous import free_rendezvous
@@ -53,7 +50,7 @@ log = logging.getLogger("kvlane.start")
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What is known of a worker before its weights are loaded."""
+    """A worker before its weights are loaded."""
 
     config: WorkerConfig  # resolved; "auto" is left where memory or weights decide
     configured_len: int | str  # model.max_model_len as configured, maybe "auto"
@@ -71,7 +68,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What `load` returns."""
+    """A worker's loaded parts."""
 
     config: WorkerConfig  # without "auto": max_num_reqs and max_model_len are what memory holds
     graphs: Graphs
@@ -82,12 +79,12 @@ class Loaded:
 def load(start: Start, kept: Kept | None = None) -> Loaded:
     """Load everything that the configuration names, on all ranks at once; see `build_engine`.
 
-    Workers that share a GPU load one after the other. What is kept is neither read nor allocated.
+    Workers that share a GPU load one after the other. Kept parts are neither read nor allocated.
     """
     config, layout, rank_group = start.config, start.layout, start.rank_group
     device, memory = torch.device(config.engine.device), memory_of(config.engine)
     began_at = time.monotonic()
-    ended_at = {"": began_at}  # when each part ended; work in flight counts for the next
+    ended_at = {"": began_at}  # by part; work in flight counts for the next
     with memory.exclusive(), on_step_stream(device):
         memory.wait_for_share()
         ended_at["waiting for the device"] = time.monotonic()
@@ -124,7 +121,7 @@ def load(start: Start, kept: Kept | None = None) -> Loaded:
 
 
 def _collective(start: Start) -> Collective:
-    """What `engine.collective` names, over the group's ranks; "single" for one rank."""
+    """A new collective of the group's ranks; "single" for one rank."""
     engine, group = start.config.engine, start.rank_group
     device = torch.device(engine.device)
     if group.size == 1:
@@ -142,7 +139,7 @@ def _load_weights(start: Start) -> Weights:
     """The models of a worker, and the digest of both."""
     config, device = start.config, torch.device(start.config.engine.device)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    load_format, seed = config.model.load_format, config.model.seed
+    seed = config.model.noise
     kept = format_of(start.shape.quantization)
     if not kept.multiplies(device):
         log.info("%s multiplies no %s: weights become %s", device, kept.name, config.model.dtype)
@@ -151,27 +148,14 @@ def _load_weights(start: Start) -> Weights:
         config.model.directory,
         start.shape,
         Placement(_collective(start), dtype, device, config.engine.experts, kept),
-        load_format=load_format,
-        seed=seed,
+        noise=seed,
         progress=start.progress,
     )
     drafter, models = None, dict[str, Loadable](target=model)
     if start.drafter_shape is not None:
         drafter = models["draft"] = load_drafter(config, start.drafter_shape, model)
-    noise = dummy_digest(seed, dtype, device, kept.noise) if load_format == "dummy" else ""
+    noise = "" if seed is None else dummy_digest(seed, dtype, device, kept.noise)
     return Weights(model, drafter, models_digest(models, start.rank_group, noise))
-
-
-def attentions_of(
-    model: Decoder, names: Mapping[str, str], pool: KVPool, dtype: str = ""
-) -> Attentions:
-    """The backends for the layers of a model of `dtype`; see `build_attentions`."""
-    shape, heads = model.shape, model.heads
-    attended = AttentionShape(
-        heads.num_heads, heads.num_kv_heads, shape.head_dim, shape.attention_scale,
-        cap=shape.scales.attention_cap, sinks=shape.features.sinks, dtype=dtype,
-    )  # fmt: skip
-    return build_attentions(names, pool, attended, shape.masks, model.sinks)
 
 
 def _assemble(
@@ -187,7 +171,7 @@ def _assemble(
     names = engine.attention.model_dump()
     if max_width == 1:
         del names["spec"]
-    attention = attentions_of(model, names, pool, config.model.dtype)
+    attention = model.attentions(names, pool, config.model.dtype)
     if max_width > 1 and not attention.decode.static_plan:
         raise Unsupported(
             f"engine.attention.decode: {names['decode']} plans on the host, which does not know "
@@ -212,20 +196,18 @@ def _assemble(
         drafts=drafter is not None and isinstance(drafter.shape, ChainShape),
         # Long steps end the last layer for last tokens alone; a drafter that taps it needs all.
         all_hidden=drafter is not None and max(drafter.shape.taps) >= shape.num_layers - 1,
-        recurrent=model.delta is not None,
+        recurrent=model.is_recurrent,
     )
     buffers = BatchBuffers(state, batches)
     model.pad_below(page_size)
-    if model.delta is not None:
-        num_rows = int(engine.max_num_reqs)
-        model.keep(delta_states(pool.states, model.delta, num_rows, max_width))
+    model.keep(pool, int(engine.max_num_reqs), max_width)
     return LoadedModel(
         model,
         attention,
         pool,
         state,
         buffers,
-        Windows(state, page_size, recurrent=model.delta is not None),
+        Windows(state, page_size, recurrent=model.is_recurrent),
         engine,
         max_len,
         widths,
@@ -250,7 +232,7 @@ def run_largest_steps(
 
 
 def holds(config: WorkerConfig, pages: int, slots: int) -> str:
-    """What a pool has room for, in words; page 0 and slot 0 are nobody's."""
+    """The tokens and requests that a pool holds, in words; page 0 and slot 0 are nobody's."""
     longest, tokens = int(config.model.max_model_len), (pages - 1) * int(config.kv.page_size)
-    told = f"{tokens:,} tokens, {tokens // longest:,} requests of {longest:,}"
-    return told + (f", {slots - 1:,} states" if slots else "")
+    size = f"{tokens:,} tokens, {tokens // longest:,} requests of {longest:,}"
+    return size + (f", {slots - 1:,} states" if slots else "")

@@ -1,8 +1,8 @@
-"""How much memory the KV pool gets: what is left beside weights, activations and graphs.
+"""The KV pool's memory: all that weights, activations and graphs leave.
 
 Free device memory is measured, and other processes change it. So workers that share a GPU load one
-after the other (`DeviceMemory.exclusive`), and each takes all memory that it will ever need before
-the next begins (`DeviceMemory.taking`).
+after the other (`DeviceMemory.exclusive`), and take all memory that they will ever need before the
+next one begins (`DeviceMemory.taking`).
 """
 
 import errno
@@ -22,7 +22,7 @@ from worker.errors import UserError
 
 log = logging.getLogger("kvlane.memory")
 GIB = 1 << 30
-ROW_TOKENS = 1024  # of KV that engine.max_num_reqs = auto grants each request
+ROW_TOKENS = 1024  # of KV that engine.max_num_reqs = auto grants a request
 FEW_PENALTY_ROWS = 16  # engine.penalty_rows = auto, where penalties are rare
 POLL_S = 0.1
 LOG_EVERY_S = 10.0
@@ -86,7 +86,7 @@ class DeviceMemory:
         """Wait up to RETURN_S for this worker's share to be free; `num_pages` checks it later.
 
         Peers may still map, and so keep, the memory of the worker that ran on this GPU before.
-        Skipped when engine.num_pages is set: what is needed is not known then.
+        Skipped when engine.num_pages is set: the bytes needed are not known then.
         """
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
@@ -106,7 +106,7 @@ class DeviceMemory:
         return min(most, (limit - reserve_bytes) // page_bytes), f"engine.cpu_pool_bytes is {limit}"
 
     def taking(self, num_bytes: int) -> AbstractContextManager[None]:
-        """Keep `num_bytes` for this process: what the body leaves of them goes to torch's cache.
+        """Keep `num_bytes` for this process: the body takes them, or torch's cache does.
 
         Other processes on the device then see them as taken, and our first large step finds them.
         """
@@ -139,7 +139,7 @@ class CudaMemory(DeviceMemory):
         torch.cuda.reset_peak_memory_stats()
         made = work()
         torch.cuda.synchronize()
-        # mem_get_info also sees what torch's allocator does not count: captured graphs, workspaces.
+        # mem_get_info also sees memory that torch's allocator does not count: graphs, workspaces.
         # The allocator's cache has not been emptied since, so it still holds the peak.
         free, _ = torch.cuda.mem_get_info()
         # If another process ends meanwhile, `free` is too large: then torch's own count is used.
@@ -233,7 +233,7 @@ def with_max_num_reqs(
     """Decide engine.max_num_reqs by the memory beside the weights.
 
     The size of steps and graphs depends on it, so it comes before they are measured. minimum: of
-    what the worker's ranks measured. Raises UserError as `num_pages`.
+    the ranks' figures. Raises UserError as `num_pages`.
     """
     if config.engine.max_num_reqs != "auto":
         return config
@@ -245,9 +245,9 @@ def with_max_num_reqs(
 
 
 def with_penalty_rows(config: WorkerConfig, *, all_requests: bool) -> WorkerConfig:
-    """Decide engine.penalty_rows; `all_requests`: each of them has a penalty by default.
+    """Decide engine.penalty_rows; `all_requests`: all have a penalty by default.
 
-    A penalty row takes 9 bytes for each entry of the vocabulary.
+    A penalty row takes 9 bytes an entry of the vocabulary.
     """
     if config.engine.penalty_rows != "auto":
         return config
@@ -286,7 +286,7 @@ def num_pages(
 ) -> int:
     """Number of pages of the pool, page 0 (written by padding) included, beside loaded weights.
 
-    reserve_bytes: what steps, graphs and slots of state need beside them. Raises UserError, with
+    reserve_bytes: of steps, graphs and slots of state beside them. Raises UserError, with
     the numbers, if the worker's share is not free, or too small for a single page.
     """
     if config.engine.num_pages != "auto":
@@ -302,7 +302,7 @@ def num_pages(
 
 @contextmanager
 def explain_shortage(doing: str) -> Iterator[None]:
-    """Replace torch's out-of-memory error by a UserError that names `doing` and what to lower."""
+    """Replace torch's out-of-memory error by a UserError that names `doing` and a remedy."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -316,7 +316,7 @@ def explain_shortage(doing: str) -> Iterator[None]:
 
 
 def fit(config: WorkerConfig, configured_len: int | str, num_pages: int) -> WorkerConfig:
-    """Lower max_model_len to what the pool can hold; UserError if the user has set it."""
+    """Lower max_model_len to the pool's tokens; UserError if the user has set it."""
     holds = (num_pages - 1) * int(config.kv.page_size)
     if int(config.model.max_model_len) <= holds:
         return config

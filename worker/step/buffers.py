@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from worker.config.checkpoint.delta_shape import BLOCK, block_table
+from worker.config.checkpoint.delta_shape import DELTA_BLOCK, block_table
 from worker.forward.batch import SHORT_KEYS, Batch, DraftRows, HostLengths, StateChunks
 from worker.ops.launch import power_of_two
 from worker.ops.product import MAX_STREAMED_ROWS
@@ -16,8 +16,9 @@ from worker.plan import LONG_STEP_TOKENS, Plan, RowPages
 from worker.step.chunk_rows import DRAFT_LINES, NUM_LINES, TOKEN_LINES, chunk_rows, line_width, pack
 from worker.step.state import StepState
 
-# Most requests of a fixed-shape batch, and most tokens of each. For a fixed shape attention splits
-# its work without the true lengths. With more or longer requests the parts would be too uneven.
+# Most requests of a fixed-shape batch, and most tokens of a request. For a fixed shape attention
+# splits its work without the true lengths. With more or longer requests the parts would be too
+# uneven.
 FIXED_REQS = 4
 MAX_FIXED_LEN = SHORT_KEYS
 # Most requests of a long step for which only hidden states of last tokens are computed.
@@ -94,12 +95,12 @@ class BatchBuffers:
         num_lines = DRAFT_LINES if drafts else TOKEN_LINES
         self._chunk = torch.zeros(num_lines, capacity, dtype=torch.int64, device=state.device)
         num_rows, max_pages = len(state.active) - 1, state.page_table.shape[1]
-        # Filled by one upload for each batch of chunks, see SentChunks. Fixed-shape graphs read
+        # Filled by one upload a batch of chunks, see SentChunks. Fixed-shape graphs read
         # query_start and seq_lens from this memory.
         self._page_words = max_pages + max_chunk_tokens // page_size + num_rows
         num_words = NUM_LINES * line_width(num_rows) + max_chunk_tokens + self._page_words
         self._staging = Staging(num_words, state.device)
-        self._blocks = Staging(2 * (max_chunk_tokens // BLOCK + num_rows), state.device)
+        self._blocks = Staging(2 * (max_chunk_tokens // DELTA_BLOCK + num_rows), state.device)
         self.fixed_reqs = min(FIXED_REQS, num_rows)
         num_pages = min(-(-MAX_FIXED_LEN // page_size), max_pages)
         self.max_fixed_len = min(MAX_FIXED_LEN, num_pages * page_size)
@@ -112,11 +113,11 @@ class BatchBuffers:
 
         The batch lies in buffers that the next call overwrites. padded_tokens: pad it to so many
         and round max_query_len up to a power of two, so that few kernel variants are compiled; 0:
-        do neither. fixed_shape: pad the requests to `fixed_reqs` too, each of up to `max_fixed_len`
+        do neither. fixed_shape: pad the requests to `fixed_reqs` too, all of up to `max_fixed_len`
         tokens. Shapes and host bounds then depend on `padded_tokens` alone.
         """
         counts = [len(chunk.tokens) for chunk in plan.chunks]
-        assert not self._recurrent or all(chunk.start % BLOCK == 0 for chunk in plan.chunks)
+        assert not self._recurrent or all(chunk.start % DELTA_BLOCK == 0 for chunk in plan.chunks)
         num_reqs, longest, table = len(counts), max(counts), self._state.page_table
         num_lines = self.fixed_reqs if fixed_shape else num_reqs
         values, sent = pack(self._staging.words, plan.chunks, self._new_pages(plan), num_lines)
@@ -234,13 +235,13 @@ class BatchBuffers:
         """
         new, others, num_pages = dict[int, RowPages](), [], 0
         rows, width = {chunk.row for chunk in plan.chunks}, self._state.page_table.shape[1]
-        for each in plan.pages:
-            fits = num_pages + len(each.pages) <= self._page_words
-            if each.row in rows and each.row not in new and fits:
-                assert each.first + len(each.pages) <= width
-                new[each.row] = each
-                num_pages += len(each.pages)
+        for entry in plan.pages:
+            fits = num_pages + len(entry.pages) <= self._page_words
+            if entry.row in rows and entry.row not in new and fits:
+                assert entry.first + len(entry.pages) <= width
+                new[entry.row] = entry
+                num_pages += len(entry.pages)
             else:
-                others.append(each)
+                others.append(entry)
         self._state.apply_pages(others)
         return new

@@ -59,29 +59,29 @@ def pack(
     assert num_reqs <= num_lines
     query_start = [0, *accumulate(len(chunk.tokens) for chunk in chunks)]
     num_tokens, padding = query_start[-1], [0] * (width - num_reqs)
-    sizes = (len(each.pages) for each in new.values())
+    sizes = (len(entry.pages) for entry in new.values())
     begins = accumulate(sizes, initial=NUM_LINES * width + num_tokens)
     begin_of = dict(zip(new, begins, strict=False))
     of_chunks = [new.get(chunk.row, NOTHING_NEW) for chunk in chunks]
-    last_pages = [each.first + len(each.pages) for each in of_chunks]
+    last_pages = [entry.first + len(entry.pages) for entry in of_chunks]
     values = [chunk.row for chunk in chunks] + padding
     values += query_start + [num_tokens] * (width - len(query_start))
     values += [chunk.start + len(chunk.tokens) for chunk in chunks] + padding
-    values += [each.first for each in of_chunks] + padding
+    values += [entry.first for entry in of_chunks] + padding
     values += last_pages + padding
     values += [begin_of.get(chunk.row, 0) for chunk in chunks] + padding
     values += [chunk.state_slot for chunk in chunks] + padding
     for chunk in chunks:
         values += chunk.tokens
-    for each in new.values():
-        values += each.pages
+    for entry in new.values():
+        values += entry.pages
     return values, SentChunks(words, width, num_reqs, num_tokens, max(last_pages))
 
 
 def chunk_rows_ref(
     sent: SentChunks, page_table: Tensor, page_size: int, out: Tensor, num_rows: int, tables: Tensor
 ) -> None:
-    """Write new pages to `page_table`, batch rows to `out`, each request's table to `tables`.
+    """Write new pages to `page_table`, batch rows to `out`, requests' tables to `tables`.
 
     Requests that share a row bring the same new pages.
 

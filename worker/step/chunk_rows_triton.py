@@ -36,7 +36,7 @@ def _chunk_rows_kernel(
     NUM_LINES: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, DRAFTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks of batch rows, then for each request blocks of its pages."""
+    """Grid: blocks of batch rows, then blocks of the requests' pages."""
     enter(PDL)
     program, row_blocks = tl.program_id(0), tl.cdiv(num_rows, BLOCK)
     within = tl.arange(0, BLOCK)

@@ -33,7 +33,7 @@ class SampledRows:
     """The rows that a sampling tail draws for; index i belongs to the i-th hidden state."""
 
     rows: Tensor  # [n] i64; 0 = padding
-    # [n * width] i64; index in prompt + output of each token to be drawn, row by row
+    # [n * width] i64; index in prompt + output of the tokens to be drawn, row by row
     position: Tensor
     valid: Tensor  # [n] bool; False = padding
     width: int = 1  # see Plan.width
@@ -81,7 +81,7 @@ class StepRows:
 def read_rows_ref(
     rows: Tensor, columns: RowColumns, page_size: int, num_pages: int, width: int = 1
 ) -> StepRows:
-    """Read windows of `width` tokens of `rows` [n] i64, with at most `num_pages` pages of each.
+    """Read windows of `width` tokens of `rows` [n] i64, with at most `num_pages` pages a row.
 
     Where there is no draft the window has token 0. A window may pass its row's max_len: its slots
     are still the row's own, but its positions stay below max_len, as the model may have no others.
@@ -117,7 +117,7 @@ def accept_rows_ref(
     columns: RowColumns,
     num_accepted: Tensor | None = None,
 ) -> Tensor:
-    """Advance each valid row by the draws that it keeps; a stop id or the maximum length ends it.
+    """Advance valid rows by the draws that they keep; a stop id or the maximum length ends a row.
 
     A row keeps draw 0. Draft j (from 0 on) is accepted iff all drafts before it are and draw j
     equals it; then the row keeps draw j + 1 as well. Draws behind one that ends the row do not
@@ -164,8 +164,8 @@ def accept_rows_ref(
 
 
 accept_rows = op(accept_rows_ref)
-Ints = tuple[Tensor, Tensor, Tensor, Tensor]  # each [num_rows] i64
-Floats = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # each [num_rows] f32
+Ints = tuple[Tensor, Tensor, Tensor, Tensor]  # of [num_rows] i64
+Floats = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # of [num_rows] f32
 Gathered = tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import aligned, overlap, power_of_two
+from worker.ops.launch import aligned, overlap
 from worker.step.rows import Floats, Gathered, Ints, RowColumns, SampledRows, StepRows
 
 BLOCK_PAGES = 256
@@ -14,11 +14,10 @@ BLOCK_PAGES = 256
 def _read_rows_kernel(
     rows, active, seq_len, last_token, max_len, page_table, drafts, ints, seq_lens, valid, table,
     start, stride, num_pages, stride_table, stride_drafts,
-    WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_PAGES: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_PAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (n, blocks of pages). ints: i64: live [n]; from `start` on, `stride` apart: position,
-    next position, token, slot, each [n, WIDTH]."""
+    next position, token, slot: [n, WIDTH]."""
     enter(PDL)
     at, part = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + at)
@@ -30,7 +29,7 @@ def _read_rows_kernel(
     tl.store(table + at.to(tl.int64) * num_pages + columns, pages, mask=here)
     if part == 0:
         first = tl.load(seq_len + live)
-        window = tl.arange(0, WIDTH_2)
+        window = tl.arange(0, triton.next_power_of_2(WIDTH))
         inside = window < WIDTH
         position = first + window
         owned = inside & (live > 0)
@@ -69,12 +68,11 @@ def read_rows_triton(
         valid.view(torch.uint8), table,
         start, stride, num_pages, columns.page_table.stride(0), columns.drafts.stride(0),
         **overlap(
-            rows, WIDTH=width, WIDTH_2=power_of_two(width), PAGE_SIZE=page_size,
-            BLOCK_PAGES=BLOCK_PAGES, num_warps=1,
+            rows, WIDTH=width, PAGE_SIZE=page_size, BLOCK_PAGES=BLOCK_PAGES, num_warps=1
         ),
     )  # fmt: skip
-    each = ints[start:].view(4, stride)[:, : n * width]
-    positions, following, tokens, slots = each.unbind()
+    parts = ints[start:].view(4, stride)[:, : n * width]
+    positions, following, tokens, slots = parts.unbind()
     return StepRows(ints[:n], valid, positions, following, tokens, seq_lens, slots, table)
 
 
@@ -82,19 +80,19 @@ def read_rows_triton(
 def _accept_rows_kernel(
     rows, position, valid, draws, stop_ids, min_len, active, seq_len, last_token, max_len, folded,
     drafts, num_accepted, result, stride_drafts,
-    WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, STOPS: tl.constexpr, STOPS_2: tl.constexpr,
-    DRAFTS: tl.constexpr, DRAFTS_2: tl.constexpr, FORCED: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, STOPS: tl.constexpr, DRAFTS: tl.constexpr, FORCED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (n). DRAFTS: columns of `drafts`, at least WIDTH - 1."""
     enter(PDL)
     at = tl.program_id(0)
     row, counts = tl.load(rows + at), tl.load(valid + at) != 0
-    place = tl.arange(0, WIDTH_2)
+    place = tl.arange(0, triton.next_power_of_2(WIDTH))
     inside = place < WIDTH
     first = tl.load(position + at * WIDTH)
     here = first + place
     drew = tl.load(draws + at * WIDTH + place, mask=inside, other=-1)
-    columns = tl.arange(0, STOPS_2)
+    columns = tl.arange(0, triton.next_power_of_2(STOPS))
     ids = tl.load(stop_ids + at * WIDTH * STOPS + columns, mask=columns < STOPS, other=-1)
     equal = (ids[None, :] == drew[:, None]).to(tl.int32)
     last = (tl.sum(equal, 1) > 0) & (here >= tl.load(min_len + at * WIDTH))
@@ -114,8 +112,8 @@ def _accept_rows_kernel(
     tl.store(last_token + row, token, mask=counts)
     tl.store(active + row, (~finished).to(tl.uint8), mask=counts)
     if DRAFTS > 0:
-        all_drafts = tl.arange(0, DRAFTS_2)
-        none = tl.full((DRAFTS_2,), -1, tl.int64)
+        all_drafts = tl.arange(0, triton.next_power_of_2(DRAFTS))
+        none = tl.full(all_drafts.shape, -1, tl.int64)
         tl.debug_barrier()  # the drafts above have been read
         tl.store(drafts + row * stride_drafts + all_drafts, none, mask=all_drafts < DRAFTS)
     out = result + at * (2 * WIDTH + 1)
@@ -135,8 +133,8 @@ def accept_rows_triton(
 ) -> Tensor:
     """One launch. Rows that are not valid are inactive already."""
     rows, position, valid, width = sampled.rows, sampled.position, sampled.valid, sampled.width
-    assert all(each.is_contiguous() for each in (rows, position, valid, draws, stop_ids, min_len))
-    n, num_stops, num_drafts = len(rows), stop_ids.shape[1], columns.drafts.shape[1]
+    assert all(x.is_contiguous() for x in (rows, position, valid, draws, stop_ids, min_len))
+    n = len(rows)
     result = torch.empty(n, 2 * width + 1, dtype=torch.int64, device=rows.device)
     _accept_rows_kernel[(n,)](
         rows, position, valid.view(torch.uint8), draws, stop_ids, min_len,
@@ -144,10 +142,8 @@ def accept_rows_triton(
         columns.folded, columns.drafts, position if num_accepted is None else num_accepted, result,
         columns.drafts.stride(0),
         **overlap(
-            rows, WIDTH=width, WIDTH_2=power_of_two(width), STOPS=num_stops,
-            STOPS_2=power_of_two(num_stops), DRAFTS=num_drafts,
-            DRAFTS_2=power_of_two(max(num_drafts, 1)), FORCED=num_accepted is not None,
-            num_warps=1,
+            rows, WIDTH=width, STOPS=stop_ids.shape[1], DRAFTS=columns.drafts.shape[1],
+            FORCED=num_accepted is not None, num_warps=1,
         ),
     )  # fmt: skip
     return result
@@ -160,7 +156,7 @@ BLOCK = 32
 def _gather_rows_kernel(
     rows, int0, int1, int2, int3, float0, float1, float2, float3, float4, float5, table,
     ints, floats, picked, n, stride,
-    WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ints: [4, stride]; floats: [6, stride]; picked: [n, WIDTH]."""
     enter(PDL)
@@ -177,14 +173,14 @@ def _gather_rows_kernel(
     tl.store(floats + 3 * stride + at, tl.load(float3 + row, mask=here), mask=here)
     tl.store(floats + 4 * stride + at, tl.load(float4 + row, mask=here), mask=here)
     tl.store(floats + 5 * stride + at, tl.load(float5 + row, mask=here), mask=here)
-    cols = tl.arange(0, WIDTH_2)
+    cols = tl.arange(0, triton.next_power_of_2(WIDTH))
     both = here[:, None] & (cols < WIDTH)[None, :]
     found = tl.load(table + row[:, None] * WIDTH + cols[None, :], mask=both)
     tl.store(picked + at[:, None] * WIDTH + cols[None, :], found, mask=both)
 
 
 def gather_rows_triton(ints: Ints, floats: Floats, table: Tensor, rows: Tensor) -> Gathered:
-    assert all(each.is_contiguous() for each in (*ints, *floats, table, rows))
+    assert all(x.is_contiguous() for x in (*ints, *floats, table, rows))
     n, width = len(rows), table.shape[1]
     stride = aligned(n)
     out_ints = torch.empty(len(ints), stride, dtype=torch.int64, device=rows.device)
@@ -192,6 +188,6 @@ def gather_rows_triton(ints: Ints, floats: Floats, table: Tensor, rows: Tensor) 
     picked = torch.empty(n, width, dtype=torch.int64, device=rows.device)
     _gather_rows_kernel[(-(-n // BLOCK),)](
         rows, *ints, *floats, table, out_ints, out_floats, picked, n, stride,
-        **overlap(rows, WIDTH=width, WIDTH_2=power_of_two(width), BLOCK=BLOCK, num_warps=1),
+        **overlap(rows, WIDTH=width, BLOCK=BLOCK, num_warps=1),
     )  # fmt: skip
     return out_ints[:, :n].unbind(), out_floats[:, :n].unbind(), picked

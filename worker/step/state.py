@@ -1,13 +1,14 @@
-"""StepState: what the device keeps of each row between steps, without asking the host.
+"""StepState: what the device keeps of rows between steps, without asking the host.
 
-`apply_rows` and `apply_pages` fill it from a Plan; each step's tail advances it. (Pages of
+`apply_rows` and `apply_pages` fill it from a Plan; the tails of steps advance it. (Pages of
 rows with chunks come with `BatchBuffers.chunks`.) Row 0 is the sink: it stands in for inactive and
 padded rows, so whatever they write is harmless.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from worker.api import MAX_STOP_IDS, Sampling
 from worker.forward.batch import Batch, HostLengths, StateWindows, WindowShape
+from worker.forward.draws import Changes, Masks
 from worker.plan import Plan, RowPages, RowStart
-from worker.step.penalties import PenaltyTables
 from worker.step.rows import RowColumns, SampledRows, accept_rows, read_rows
 
 ALIGNMENT = 16  # elements; columns begin at multiples of it
@@ -61,6 +62,39 @@ class StateShape(NamedTuple):
     max_text: int = 0  # tokens of a row whose ids are kept; 0: none are
 
 
+class PenaltyTables:
+    """Tables over the vocabulary for penalties and logit bias, by penalty slot.
+
+    Slot 0 is neutral: rows without penalties use it, and add to counts that are never read.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        shape = num_slots + 1, vocab_size
+        self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.counts = torch.zeros(shape, dtype=torch.int32, device=device)  # of output tokens
+        self.bias = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.biased = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)
+
+    def changes(self, masks: Masks | None = None, drafts: Tensor | None = None) -> Changes:
+        """The record that draws read: these tables, with `masks` and `drafts` (see `Changes`)."""
+        return Changes(self.counts, self.in_prompt, self.bias, self.biased, masks, drafts)
+
+    def fill(self, start: RowStart, upload: Callable[[Sequence[Any], torch.dtype], Tensor]) -> None:
+        """Fill the slot of a request that starts, from its prompt and output."""
+        slot, biases = start.penalty_slot, start.sampling.logit_bias
+        for table in (self.in_prompt, self.counts, self.bias):
+            table[slot].zero_()
+        self.biased[slot].fill_(bool(biases))
+        if start.prompt:
+            self.in_prompt[slot].index_fill_(0, upload(start.prompt, torch.int64), True)
+        if drawn := Counter(start.output):
+            ids = upload(list(drawn), torch.int64)
+            self.counts[slot].index_copy_(0, ids, upload(list(drawn.values()), torch.int32))
+        if biases:
+            ids, values = zip(*biases, strict=True)
+            self.bias[slot].index_copy_(0, upload(ids, torch.int64), upload(values, torch.float32))
+
+
 class StepState:
     """Tensors [num_rows + 1, ...] of a row's state, on one device."""
 
@@ -71,7 +105,7 @@ class StepState:
         self._pin = device.type == "cuda"  # whether host tensors are pinned
         self._eos_ids = tuple(eos_ids)
         padded = -(-n // ALIGNMENT) * ALIGNMENT  # all columns begin aligned for the kernels
-        # One line for each column, so that one copy moves what a row starts with.
+        # One line a column, so that one copy moves what a row starts with.
         num_ints, num_floats = len(IntColumns._fields), len(FloatColumns._fields)
         self._ints = torch.zeros(num_ints, padded, dtype=torch.int64, device=device)
         self._floats = torch.zeros(num_floats, padded, dtype=torch.float32, device=device)
@@ -82,7 +116,7 @@ class StepState:
         self._flat_table = self.page_table.view(-1)
         # Ids that end the row; -1 = unused.
         self.stop_ids = torch.zeros(n, MAX_STOP_IDS, dtype=torch.int64, device=device)
-        # Bound of each row's KV length after the last step applied, counted on the host from plans.
+        # Bounds of KV lengths by row after the last step applied, counted on the host from plans.
         # Exact if all widths were 1 and the row has not ended on the device.
         self.seq_len_ub = [0] * n
         self.columns = RowColumns(
@@ -94,7 +128,7 @@ class StepState:
             self.page_table,
             torch.zeros(n, max_width - 1, dtype=torch.int64, device=device),
         )
-        # Known tokens of each row by position, for a drafter that reads text; None: there is none.
+        # Known tokens of the rows by position, for a drafter that reads text; None: there is none.
         self.text: Tensor | None = None
         if max_text:
             self.text = torch.full((n, max_text), -1, dtype=torch.int32, device=device)
@@ -130,16 +164,16 @@ class StepState:
         """Write new page-table entries (those of rows with chunks are uploaded with the batch)."""
         if not new:
             return
-        num, width = sum(len(each.pages) for each in new), self.page_table.shape[1]
+        num, width = sum(len(entry.pages) for entry in new), self.page_table.shape[1]
         host = self._staged(num + -(-num // 2))  # table indices in i64, then page ids in i32
         flat, last = host.numpy(), 0
         pages = flat[num:].view(np.int32)
-        for each in new:
-            first, last = last, last + len(each.pages)
-            assert each.first + len(each.pages) <= width
-            begin = each.row * width + each.first
-            flat[first:last] = np.arange(begin, begin + len(each.pages))
-            pages[first:last] = each.pages
+        for entry in new:
+            first, last = last, last + len(entry.pages)
+            assert entry.first + len(entry.pages) <= width
+            begin = entry.row * width + entry.first
+            flat[first:last] = np.arange(begin, begin + len(entry.pages))
+            pages[first:last] = entry.pages
         at, sent = host.to(self.device, non_blocking=True).split_with_sizes([num, len(host) - num])
         self._flat_table.index_copy_(0, at, sent.view(torch.int32)[:num])
 
@@ -213,7 +247,7 @@ class Windows:
         self._query_start = [ends * width for width in range(max_width + 1)]  # by width
 
     def batch(self, rows: Tensor, window: WindowShape) -> tuple[Batch, SampledRows]:
-        """A window for each of `rows` [n] i64; inactive ones are padding. Device work only."""
+        """Windows for `rows` [n] i64; inactive ones are padding. Device work only."""
         width, max_seq_len_ub, host = window
         num_pages = -(-max_seq_len_ub // self._page_size)
         read = read_rows(rows, self._state.columns, self._page_size, num_pages, width)

@@ -1,15 +1,18 @@
-"""What a transport of KV is, and what a caller may rely on, whichever one runs.
+"""The contract of a transport of KV, on which a caller may rely, whichever one runs.
 
 Only the puller's own process writes the puller's memory: every transfer is a read that the owner of
 the destination started. So a page may be used again as soon as the pull into it is over, even if
 the peer is dead, hung or cut off.
 
-Threads. `connect` may block and belongs in a thread of its own; A peer's other methods belong to
-one thread at a time. No transport has a polling thread: `poll` begins a pull and drives it, unless
+Threads. `connect` may block and belongs in a thread of its own. A peer's methods belong to one
+thread at a time. No transport has a polling thread: `poll` begins a pull and drives it, unless
 threads of the transport's own move its bytes (sockets).
 """
 
 import os
+import threading
+import time
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -17,7 +20,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from worker.cache.layout import MemoryRegion
-from worker.errors import Incompatible
+from worker.errors import Incompatible, Unsupported
 from worker.transfer.host import host_key, process_stat
 
 TRANSPORTS = {
@@ -61,8 +64,8 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     """
 
     transport: str  # key of TRANSPORTS
-    kind: str  # what the bytes travel on: shm | tcp | rdma | nvlink
-    name: str  # what a peer dials
+    kind: str  # of the way of its bytes: shm | tcp | rdma | nvlink
+    name: str  # the address that a peer dials
     host_key: str  # host_key() of the owner
     pid: int
     start_ticks: int  # process_stat() of the owner
@@ -108,8 +111,8 @@ class Peer(Protocol):
     _endpoint: Endpoint
 
     @property
-    def road(self) -> str:
-        """What its bytes travel on, e.g. "mooncake/tcp"."""
+    def transport(self) -> str:
+        """Name and kind of the transport that moves its bytes, e.g. "mooncake/tcp"."""
         return f"{self._endpoint.transport}/{self._endpoint.kind}"
 
     def pull(self, runs: Sequence[Run]) -> Pull:
@@ -141,12 +144,11 @@ class KVTransport(Protocol):
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Take the memory that may be pulled from and into: once, before anything else.
 
-        The caller keeps the memory alive until `close` has returned. Raises Unsupported if this
-        transport cannot serve such memory.
+        The caller keeps it alive until `close` has returned. Raises Unsupported for other memory.
         """
 
     def endpoint(self) -> Endpoint:
-        """What peers need in order to `connect`."""
+        """The record by which peers `connect`."""
         assert self._endpoint is not None, "register comes first"
         return self._endpoint
 
@@ -163,6 +165,98 @@ class KVTransport(Protocol):
         """Close all peers and give everything back; a second call does nothing."""
 
 
+class RunsPull(Pull):
+    """A pull of a peer's, which sets `state`."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.num_bytes = sum(run.num_bytes for run in runs)
+        self.error: str | None = None
+        self.state = PullState.RUNNING
+
+
+class OpenPeer(Peer):
+    """A peer of an `OpenTransport`; it checks runs, and its pulls are over once it is closed."""
+
+    def __init__(self, transport: "OpenTransport", endpoint: Endpoint) -> None:
+        self._transport, self._endpoint = transport, endpoint
+        self._pulls: list[RunsPull] = []
+        self._is_closed = False
+
+    def pull(self, runs: Sequence[Run]) -> RunsPull:
+        assert not self._is_closed, "pull on a closed peer"
+        check_runs(runs, self._transport.endpoint(), self._endpoint)
+        pull = self._begin(runs)
+        self._pulls = [*(p for p in self._pulls if p.state is PullState.RUNNING), pull]
+        return pull
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for pull in self._pulls:
+            pull.cancel()
+        while [pull for pull in self._pulls if pull.poll() is PullState.RUNNING]:
+            time.sleep(POLL_BUDGET_S)
+        self._pulls.clear()
+        self._let_go()
+        self._transport.forget(self)
+
+    @abstractmethod
+    def _begin(self, runs: Sequence[Run]) -> RunsPull: ...
+
+    @abstractmethod
+    def _let_go(self) -> None:
+        """Give back the peer's resources; no pull runs."""
+
+
+class OpenTransport(KVTransport):
+    """A transport that knows its peers; a subclass names it, serves memory and reaches peers."""
+
+    def __init__(self, kind: str) -> None:
+        check_kind(self.name, kind)
+        self.kind, self._endpoint = kind, None
+        self._lock = threading.Lock()  # connect runs in threads; guards the set
+        self._peers: set[OpenPeer] = set()
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        assert self._endpoint is None, "register is called once"
+        name, secret = self._serve(regions)
+        self._endpoint = describe(self.name, self.kind, name, regions, secret)
+
+    def connect(self, endpoint: Endpoint, timeout_s: float) -> OpenPeer:
+        check_peer(self.endpoint(), endpoint, same_host=self.kind in ("shm", "nvlink"))
+        peer = self._reach(endpoint, timeout_s)
+        with self._lock:
+            self._peers.add(peer)
+        return peer
+
+    def forget(self, peer: OpenPeer) -> None:
+        """`peer` is closed."""
+        with self._lock:
+            self._peers.discard(peer)
+
+    def close(self) -> None:
+        with self._lock:
+            peers = list(self._peers)
+        for peer in peers:
+            peer.close()
+
+    @abstractmethod
+    def _serve(self, regions: Sequence[MemoryRegion]) -> tuple[str, bytes]:
+        """Let peers read the regions; the endpoint's name and secret. Raises Unsupported."""
+
+    @abstractmethod
+    def _reach(self, endpoint: Endpoint, timeout_s: float) -> OpenPeer:
+        """Connect to an endpoint that fits ours; raises Unreachable or Incompatible."""
+
+
+def check_kind(transport: str, kind: str) -> None:
+    """Raise Unsupported unless the transport has this kind."""
+    if kind not in KINDS[transport]:
+        known = ", ".join(KINDS[transport])
+        raise Unsupported(f"transport {transport} has no kind {kind!r}, only {known}")
+
+
 def describe(
     transport: str, kind: str, name: str, regions: Sequence[MemoryRegion], secret: bytes = b""
 ) -> Endpoint:
@@ -172,7 +266,7 @@ def describe(
 
 
 def check_peer(local: Endpoint, remote: Endpoint, *, same_host: bool) -> None:
-    """Check that `local` can pull from `remote` in principle; Incompatible says what differs.
+    """Check that `local` can pull from `remote` in principle; Incompatible names the difference.
 
     Regions pair up by position: their names must be equal, their sizes need not be. same_host: only
     processes of one host and pid namespace can.

@@ -1,7 +1,7 @@
 """The serving end of KV over sockets: who has the secret reads registered memory, nobody else.
 
 A connection begins with a greeting and a challenge. Both ends then show that they know the secret,
-which is in the owner's `Endpoint` and travels on the control channel alone. After that each request
+which is in the owner's `Endpoint` and travels on the control channel alone. After that a request
 names pieces, and their bytes follow one behind the other. Nothing can be written here.
 """
 
@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from worker.cache.layout import MemoryRegion
 from worker.seldom import Seldom
-from worker.transfer.memory import BATCH_BYTES, Lane, Piece, lanes_of
+from worker.transfer.memory import PORTION_BYTES, Lane, Piece, lanes_of
 
 log = logging.getLogger("kvlane.transfer")
 
@@ -85,7 +85,7 @@ def asked(pieces: Sequence[Piece]) -> bytes:
     return COUNT.pack(len(pieces)) + b"".join(PIECE.pack(*piece) for piece in pieces)
 
 
-class Door:
+class KVDoor:
     """Serves registered memory at one address, a thread a connection, until it is closed."""
 
     def __init__(self, host: str, secret: bytes, regions: Sequence[MemoryRegion]) -> None:
@@ -98,7 +98,7 @@ class Door:
         self._log = Seldom()
         self._strangers = deque[socket.socket]()
         self._threads = dict[socket.socket, threading.Thread]()
-        self._held = Counter[str]()  # connections of each address
+        self._held = Counter[str]()  # connections by address
         self._closing = False
         self._thread = threading.Thread(target=self._accept, name="kv-door", daemon=True)
         self._thread.start()
@@ -108,8 +108,8 @@ class Door:
         with self._lock:
             self._closing = True
             threads = dict(self._threads)
-        for each in (self._listener, *threads):
-            _cut(each)
+        for connection in (self._listener, *threads):
+            cut(connection)
         for thread in (self._thread, *threads.values()):
             thread.join()
         self._listener.close()
@@ -140,7 +140,7 @@ class Door:
                 thread.start()  # before `close` may join it
                 oldest = self._strangers[0] if len(self._strangers) > MAX_STRANGERS else None
             if oldest is not None:
-                _cut(oldest)
+                cut(oldest)
 
     def _greet_and_serve(self, connection: socket.socket, address: str) -> None:
         try:
@@ -165,7 +165,7 @@ class Door:
         answer = received(connection, NONCE_BYTES + MAC_BYTES, deadline)
         nonces = challenge + answer[:NONCE_BYTES]
         if not hmac.compare_digest(answer[NONCE_BYTES:], proof(self._secret, b"reads", nonces)):
-            self._tell(connection, "asked for KV without the secret")
+            self._warn(connection, "asked for KV without the secret")
             return False
         connection.sendall(proof(self._secret, b"serves", nonces))
         connection.settimeout(None)
@@ -185,21 +185,21 @@ class Door:
             if not self._holds(pieces):
                 break
             send(connection, lane.outgoing(pieces))
-        self._tell(connection, "asked for KV that is not here")
+        self._warn(connection, "asked for KV that is not here")
 
-    def _tell(self, connection: socket.socket, what: str) -> None:
+    def _warn(self, connection: socket.socket, act: str) -> None:
         address = connection.getpeername()[0]
-        if num := self._log.news(address, what):
-            log.warning("%s %s (%d times)", address, what, num)
+        if num := self._log.news(address, act):
+            log.warning("%s %s (%d times)", address, act, num)
 
     def _holds(self, pieces: Sequence[Piece]) -> bool:
-        if sum(piece.num_bytes for piece in pieces) > BATCH_BYTES:
+        if sum(piece.num_bytes for piece in pieces) > PORTION_BYTES:
             return False
         sizes = [region.num_bytes for region in self._regions]
         return all(n < len(sizes) and 0 < size <= sizes[n] - at for n, at, size in pieces)
 
 
-def _cut(connection: socket.socket) -> None:
-    """Whoever waits for it finds its end."""
+def cut(connection: socket.socket) -> None:
+    """End a connection; a thread that waits for it finds the end."""
     with suppress(OSError):  # it has ended meanwhile
         connection.shutdown(socket.SHUT_RDWR)

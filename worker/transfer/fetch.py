@@ -42,7 +42,7 @@ log = logging.getLogger("kvlane.fetch")
 
 @dataclass(slots=True)
 class FetchContext:
-    """What all fetches of a worker share."""
+    """The parts of a worker that all its fetches share."""
 
     book: PageBook
     layout: KVLayout
@@ -57,15 +57,15 @@ class FetchContext:
 
     def landed(self, link: Link, num_bytes: int, took_s: float, now: float) -> None:
         """Record a pull that has landed."""
-        self.metrics.pulled_bytes(link.source.road).inc(num_bytes)
-        self.metrics.pull_seconds(link.source.road).observe(took_s)
+        self.metrics.pulled_bytes(link.source.transport).inc(num_bytes)
+        self.metrics.pull_seconds(link.source.transport).observe(took_s)
         link.rate.landed(num_bytes, took_s, now)
 
 
 class _Ready(NamedTuple):
     """Announced pages that may be pulled, and which of their layer groups; or the state."""
 
-    numbers: tuple[int, ...]  # index of each page in the prompt
+    numbers: tuple[int, ...]  # of the pages, by their order in the prompt
     remote: tuple[int, ...]  # its page id at the peer
     groups: range
     state_slot: int = 0  # at the peer, and nothing else
@@ -109,7 +109,7 @@ class _Pages:
             self._num_landed[number] += len(ready.groups)
 
     def has_landed(self, number: int) -> bool:
-        """Whether all layer groups of a page have landed; each is pulled once."""
+        """Whether all layer groups of a page have landed; a group is pulled once."""
         return self._num_landed[number] == self._num_groups
 
 
@@ -139,7 +139,7 @@ class Fetch:
         self.num_landed_pages = max(self._num_found_pages, self._first_read)
         self._context = context
         self._link: Link | None = None  # to `peer`
-        self._road = ""  # of it, as metrics show it
+        self._transport = ""  # of it, as metrics show it
         self._key = b""  # of this attempt's announcements
         self._num_tokens = len(req.tokens)  # req.tokens is longer once a token came with the KV
         self._awaits_token = False  # the attempt under way is to bring one
@@ -154,13 +154,12 @@ class Fetch:
 
     @property
     def pulls_began_at(self) -> list[float]:
-        """When each pull that runs began."""
+        """When the pulls that run began."""
         return [running.began_at for running in self._running]
 
     @property
     def landed(self) -> bool:
-        """Whether all pages of tokens[:-1], and their state if they have one, are here; not while
-        the last token is awaited."""
+        """Whether all pages of tokens[:-1], and their state, are here, and no token is awaited."""
         has_state = self._pages.state_landed or not self.hold.slot
         return (
             not self._awaits_token and has_state and self.num_landed_pages >= self._num_wanted_pages
@@ -179,7 +178,7 @@ class Fetch:
         """Start the next attempt by asking the peer of `link`; no earlier pull may run."""
         assert not self._running
         self.attempt += 1
-        self._link, self.peer, self._road = link, link.peer, link.source.road
+        self._link, self.peer, self._transport = link, link.peer, link.source.transport
         self.xfer = Xfer(self.xfer_id, self.attempt, incarnation, link.peer.rpartition("/")[2])
         self.lease = Lease(self._context.lease.decode_window_s, now)
         self._last_announced_at = 0.0
@@ -219,7 +218,7 @@ class Fetch:
             req.num_cached_tokens = max(req.num_cached_tokens, message.num_cached_tokens)
         if message.last and not self._last_announced_at:
             self._last_announced_at = now = time.monotonic()
-            req.timeline.announced(now, message.prefill_s, self.peer, self._road)
+            req.timeline.announced(now, message.prefill_s, self.peer, self._transport)
         self._pages.announce(message, range(self.num_landed_pages, self._num_wanted_pages))
         token = message.token if self._awaits_token else None
         if message.last:  # without a token: the worker is of a version that draws none
@@ -229,7 +228,7 @@ class Fetch:
         return token is not None
 
     def advance(self, now: float) -> None:
-        """Start the pulls that can start, poll those that run, and notice what has failed."""
+        """Start the pulls that can start, poll those that run, and notice failures."""
         if self.xfer is not None:
             self._start_pulls(now)
             if self.lease.expired(now):
@@ -262,7 +261,7 @@ class Fetch:
             running.pull.cancel()
 
     def end(self) -> None:
-        """Set req.num_computed_tokens to what landed, and release the peer. No pull may run."""
+        """Set req.num_computed_tokens to landed tokens, and release the peer. No pull may run."""
         assert not self._running
         self.drain()
         book = self._context.book
@@ -277,9 +276,9 @@ class Fetch:
         self.req.timeline.pulled(self._num_bytes, self._pull_s, self._pulls_from)
         if self.landed and self.ending is None:
             now, metrics = time.monotonic(), self._context.metrics
-            metrics.fetch_seconds(self._road).observe(now - self._began_at)
+            metrics.fetch_seconds(self._transport).observe(now - self._began_at)
             if self._last_announced_at:
-                metrics.transfer_seconds(self._road).observe(now - self._last_announced_at)
+                metrics.transfer_seconds(self._transport).observe(now - self._last_announced_at)
 
     def _start_pulls(self, now: float) -> None:
         book, link = self._context.book, self._link
@@ -312,7 +311,7 @@ class Fetch:
                 self.fail(TransferTimeout.code, "a pull took too long")
             return
         self._running.remove(running)
-        self._context.metrics.pulls(self._road, state.value).inc()
+        self._context.metrics.pulls(self._transport, state.value).inc()
         if self.xfer is None:
             return  # the attempt is over: pages of late pulls do not count as landed
         if state is PullState.FAILED:

@@ -1,17 +1,15 @@
-"""Which host this is and what runs on it, by the kernel. Free of torch: the controller uses it."""
+"""This host, its processes and addresses, by the kernel. Free of torch: the controller uses it."""
 
-import fcntl
 import ipaddress
 import os
 import socket
-import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 
 class ProcessStat(NamedTuple):
-    """What the kernel tells of one process."""
+    """The kernel's record of one process."""
 
     state: str  # one letter; Z and X: it has ended
     parent: int
@@ -32,31 +30,22 @@ def host_key() -> str:
     return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
 
 
-GET_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
-
-
 def interfaces() -> Iterator[tuple[str, str]]:
-    """Name and address of each network interface: its first of IPv4, all of IPv6 but link-local."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asking, GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
-                continue
-            yield name, socket.inet_ntoa(answer[20:24])
-    of_v6 = Path("/proc/net/if_inet6")
-    for line in of_v6.read_text().splitlines() if of_v6.exists() else ():
-        address, *_, name = line.split()
-        found = ipaddress.IPv6Address(bytes.fromhex(address))
-        if not found.is_link_local:
-            yield name, str(found)
+    """Names and addresses of network interfaces: of IPv4, and of IPv6 but link-local."""
+    import psutil  # the controller, which uses this file, need not wait for it
+
+    for name, of_name in psutil.net_if_addrs().items():
+        for one in of_name:
+            # "%": the scope of an address that is link-local
+            if one.family in (socket.AF_INET, socket.AF_INET6) and "%" not in one.address:
+                yield name, one.address
 
 
 def addresses_in(networks: Sequence[str]) -> list[str]:
-    """An address of this machine in each network, which is an interface's name or a range of
+    """Addresses of this machine by network, which is an interface's name or a range of
     addresses ("10.1.0.0/16"); ValueError names the first in which it has none.
     """
-    here, found = list(interfaces()), list[str]()
+    here, addresses = list(interfaces()), list[str]()
     for network in networks:
         try:
             span = ipaddress.ip_network(network, strict=False)
@@ -66,5 +55,5 @@ def addresses_in(networks: Sequence[str]) -> list[str]:
         if (address := next(fits, None)) is None:
             known = ", ".join(f"{name} {address}" for name, address in here)
             raise ValueError(f"{network!r} is no network of this machine, which has {known}")
-        found.append(address)
-    return found
+        addresses.append(address)
+    return addresses

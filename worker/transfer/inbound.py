@@ -35,14 +35,14 @@ class Inbound:
         self.peers = peers
         self.fetches: dict[str, Fetch] = {}  # by xfer_id: requests whose KV is on its way
         self._renew_at = 0.0
-        # Unanswered Renews by (peer, seq): when each was sent, and for which transfers.
+        # Unanswered Renews by (peer, seq): when sent, and for which transfers.
         self._renewals: dict[tuple[PeerId, int], tuple[float, tuple[Xfer, ...]]] = {}
         self._seq = 0
         self._num_started = 0
 
     @property
     def pulls_began_at(self) -> list[float]:
-        """When each pull that runs began; read by other threads too."""
+        """When the pulls that run began; read by other threads too."""
         fetches = list(self.fetches.values())
         return [began_at for fetch in fetches for began_at in fetch.pulls_began_at]
 
@@ -71,7 +71,7 @@ class Inbound:
         fetch = self._find(peer, message)
         if fetch is not None and not fetch.knows(message):
             self.context.refusals.unexpected(peer, message)
-            return None  # the attempt goes on: whoever was asked says it again with each renewal
+            return None  # the attempt goes on: whoever was asked says it again with a renewal
         if fetch is not None and not fetch.believes(message):
             self.context.refusals.unexpected(peer, message)
             fetch.fail(TransferError.code, "it has announced what cannot be")

@@ -1,8 +1,8 @@
 """Which bytes of a peer's memory belong where in ours: arithmetic on two KV layouts.
 
 Regions are group first (ADR 0018): a layer group of a run of pages is one range of bytes. Where the
-two sides have different numbers of tensor-parallel ranks, a range of kv heads is one range in each
-page and group. Nothing is staged or cut by token. What the bytes of a head mean plays no role.
+two sides have different numbers of tensor-parallel ranks, a range of kv heads is one range in a
+page and group. Nothing is staged or cut by token. The meaning of a head's bytes plays no role.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,14 +25,14 @@ class PageRun(NamedTuple):
 
 
 class HeadRange(NamedTuple):
-    """`num_heads` kv heads: where they begin among each side's own heads."""
+    """`num_heads` kv heads: where they begin among a side's own heads."""
 
     local_first: int
     remote_first: int
     num_heads: int
 
 
-# Of each region, and of the state if there is one; None: no head of it.
+# By region, then of the state if there is one; None: no head of it.
 RegionHeads = tuple[HeadRange | None, ...]
 
 
@@ -41,7 +41,7 @@ def num_pool_pages(layout: KVLayout, endpoint: Endpoint) -> int:
     sizes = [region.num_bytes for region in endpoint.regions]
     if layout.state is not None and (not sizes or sizes.pop() % layout.state.slot_bytes):
         raise Incompatible("its last region is not a number of slots of state")
-    num_pages = sizes[0] // layout.regions[0].page_bytes if sizes else 0
+    num_pages = sizes[0] // layout.target.page_bytes if sizes else 0
     if sizes != [num_pages * region.page_bytes for region in layout.regions]:
         raise Incompatible(f"regions of {sizes} bytes are not the same number of pages each")
     return num_pages
@@ -63,15 +63,14 @@ def merge_pages(pairs: Pages) -> list[PageRun]:
 def rank_plan(
     num_kv_heads: Sequence[int], local_tp: int, local_rank: int, remote_tp: int
 ) -> dict[int, RegionHeads]:
-    """From which remote ranks `local_rank` pulls, and which heads of each region.
+    """From which remote ranks `local_rank` pulls, and which heads, by region.
 
     Every head of the local rank comes from exactly one remote rank. Where several remote ranks hold
-    copies of a head, the local ranks that need it are spread over them, each to the copy at its own
-    place among the ranks. So all regions of a rank come from the same ranks: max(1, remote_tp /
-    local_tp) of them, where one of the two divides the other.
+    copies of a head, the local ranks that need it are spread over the copies, by their own place.
+    So all regions of a rank come from the same ranks: max(1, remote_tp / local_tp) of them, where
+    one of the two divides the other.
 
-    num_kv_heads: of the whole model, per region of the layout, and key heads of the state. Raises
-    ValueError as `rank_heads`.
+    num_kv_heads: of the whole model, by region, then key heads of the state. Raises as rank_heads.
     """
     plan: dict[int, list[HeadRange | None]] = {}
     for region, total in enumerate(num_kv_heads):
@@ -99,7 +98,7 @@ class RankPair:
 
     local: KVLayout
     remote: KVLayout
-    local_pages: int  # of each side's pool, page 0 included
+    local_pages: int  # of a side's pool, page 0 included
     remote_pages: int
     heads: RegionHeads
     remote_slots: int = 0  # of state
@@ -113,9 +112,8 @@ class RankPair:
     def runs(self, pairs: Pages, groups: range | None = None) -> list[Run]:
         """The runs that copy pages of all regions, as large as the layout allows.
 
-        pairs: each local page once. groups: layer groups of the first region, None for all. The
-        other regions, such as a drafter's, go with the last group, so they must be final when that
-        is announced.
+        pairs: a local page once. groups: layer groups of the first region, None for all. Other
+        regions, such as a drafter's, go with the last group, and must be final by then.
         """
         num_groups = self.local.num_groups
         wanted = range(num_groups) if groups is None else groups

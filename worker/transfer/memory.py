@@ -2,14 +2,15 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from types import SimpleNamespace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from worker.cache.layout import MemoryRegion
 
-BATCH_BYTES = 4 << 20  # most that is asked for at once, and what a lane stages
+PORTION_BYTES = 4 << 20  # most that one request names, and that a lane stages
 
 
 class Piece(NamedTuple):
@@ -21,7 +22,7 @@ class Piece(NamedTuple):
 
 
 class Lane(Protocol):
-    """What one thread sends from and receives into; the pieces have BATCH_BYTES together at most.
+    """Buffers of one thread, to send from and receive into, for PORTION_BYTES of pieces at most.
     A buffer is good until the next call."""
 
     def outgoing(self, pieces: Sequence[Piece]) -> list[memoryview]:
@@ -41,10 +42,7 @@ class DirectLane:
     """Memory of the CPU."""
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
-        self._views = [
-            memoryview((ctypes.c_uint8 * each.num_bytes).from_address(each.address)).cast("B")
-            for each in regions
-        ]
+        self._views = [memoryview(bytes_of(region)).cast("B") for region in regions]
 
     def outgoing(self, pieces: Sequence[Piece]) -> list[memoryview]:
         return [self._views[region][at : at + size] for region, at, size in pieces]
@@ -56,7 +54,7 @@ class DirectLane:
 
 
 class StagedLane:
-    """Memory of a GPU, by a stream and BATCH_BYTES of pinned memory of the lane's own.
+    """Memory of a GPU, by a stream and PORTION_BYTES of pinned memory of the lane's own.
 
     device: "cpu" copies in the same way without a stream; for tests.
     """
@@ -64,7 +62,7 @@ class StagedLane:
     def __init__(self, regions: Sequence[MemoryRegion], device: torch.device) -> None:
         self._device, on_gpu = device, device.type == "cuda"
         self._regions = [_tensor(region, device) for region in regions]
-        self._staged = torch.empty(BATCH_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
+        self._staged = torch.empty(PORTION_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
         self._view = memoryview(self._staged.numpy().data)
         self._stream = torch.cuda.Stream(device) if on_gpu else None
 
@@ -92,27 +90,22 @@ class StagedLane:
         return end
 
 
-class _OnDevice:
-    """Memory that torch takes by its address."""
-
-    def __init__(self, region: MemoryRegion) -> None:
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (region.num_bytes,), "typestr": "|u1", "data": (region.address, False),
-            "version": 3,
-        }  # fmt: skip
+def bytes_of(region: MemoryRegion) -> "ctypes.Array[ctypes.c_uint8]":
+    """The region itself, memory of the CPU, without a copy."""
+    return (ctypes.c_uint8 * region.num_bytes).from_address(region.address)
 
 
 def _tensor(region: MemoryRegion, device: torch.device) -> Tensor:
     """[num_bytes] u8 over the region itself."""
     if device.type == "cuda":
-        return torch.as_tensor(_OnDevice(region), device=device)
-    memory = (ctypes.c_uint8 * region.num_bytes).from_address(region.address)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+        at = {"data": (region.address, False), "shape": (region.num_bytes,)}
+        memory = {"typestr": "|u1", "version": 3, **at}
+        return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=memory), device=device)
+    return torch.frombuffer(bytes_of(region), dtype=torch.uint8)
 
 
 def lanes_of(regions: Sequence[MemoryRegion]) -> Callable[[], Lane]:
-    """What makes a lane for the thread that calls it. Memory without a memfd is on the GPU that is
-    the current one now."""
+    """A maker of lanes, for threads that call it. Memory without a memfd is on the current GPU."""
     if all(region.fd is not None for region in regions):
         return lambda: DirectLane(regions)
     device = torch.device("cuda", torch.cuda.current_device())

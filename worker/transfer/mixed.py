@@ -1,4 +1,4 @@
-"""KV by the fastest road to each peer: the memory that both share within a host, sockets beyond."""
+"""KV by the faster transport to a peer: of memory that both share within a host, sockets beyond."""
 
 import logging
 from collections.abc import Sequence
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 import msgspec
 
 from worker.cache.layout import MemoryRegion
-from worker.errors import TransferError, Unsupported
+from worker.errors import TransferError
 from worker.registry import resolve
 from worker.transfer.base import (
-    KINDS,
     TRANSPORTS,
     Endpoint,
     KVTransport,
     Peer,
+    check_kind,
     check_peer,
     describe,
 )
@@ -30,8 +30,7 @@ class MixedTransport(KVTransport):
     name = "mixed"
 
     def __init__(self, host: str, kind: str) -> None:
-        if kind not in KINDS[self.name]:
-            raise Unsupported(f"transport mixed has no kind {kind!r}, only {KINDS[self.name]}")
+        check_kind(self.name, kind)
         self.kind, self._endpoint = kind, None
         near: KVTransport = resolve("transport", NEAR[kind], TRANSPORTS)(host, kind)
         self._parts = near, SocketTransport(host)

@@ -1,8 +1,8 @@
 """KV by mooncake-transfer-engine: TCP, RDMA, or NVLink inside one host.
 
-What was measured of the engine shapes this file. First contact with a hung peer blocks an engine
+Measurements of the engine shape this file. First contact with a hung peer blocks an engine
 for 60 s under its own mutex, and an engine that knew a name never reaches another process of that
-name. So one engine serves, and each peer incarnation is pulled from by an engine of its own.
+name. So one engine serves, and a peer's incarnation is pulled from by an engine of its own.
 
 Security. The engine listens on all interfaces and lets whoever connects read and write registered
 memory: run it inside a cluster-internal network only.
@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -21,21 +21,18 @@ from worker.errors import Unreachable, Unsupported
 from worker.transfer.base import (
     POLL_BUDGET_S,
     Endpoint,
-    KVTransport,
-    Peer,
-    Pull,
+    OpenPeer,
+    OpenTransport,
     PullState,
     Run,
-    check_peer,
-    check_runs,
-    describe,
+    RunsPull,
     pieces,
 )
 from worker.transfer.mooncake_engine import Engine, Engines, configure, load
 
 log = logging.getLogger("kvlane.transfer")
 
-# One read is at most this long. NVLink moves 256 MiB in 0.7 ms, less than POLL_BUDGET_S, and each
+# One read is at most this long. NVLink moves 256 MiB in 0.7 ms, less than POLL_BUDGET_S, and a
 # read costs a call: 16 MiB at a time it is 304 GB/s instead of 389.
 MAX_PIECE_BYTES = {"tcp": 16 << 20, "rdma": 16 << 20, "nvlink": 256 << 20}
 MAX_RETRIES = 3
@@ -57,17 +54,16 @@ class _Read(NamedTuple):
     issued_at: float
 
 
-class MooncakePull(Pull):
+class MooncakePull(RunsPull):
     """A pull as a queue of pieces and the few reads that are under way."""
 
-    def __init__(self, peer: "MooncakePeer", reads: Iterable[Run]) -> None:
-        self.error: str | None = None
+    def __init__(self, peer: "MooncakePeer", runs: Sequence[Run], max_bytes: int) -> None:
+        """max_bytes: of one read."""
+        super().__init__(runs)
         self._peer = peer
-        self._pieces = deque(reads)  # not issued, each short enough for one read
-        self.num_bytes = sum(piece.num_bytes for piece in self._pieces)
+        self._pieces = deque(pieces(runs, max_bytes))  # not issued
         self._reads: list[_Read] = []
         self._failed: list[Run] = []
-        self.state = PullState.RUNNING
         self._cancelled = False
         self._stalled = False
         self._num_retries = 0
@@ -88,7 +84,7 @@ class MooncakePull(Pull):
         self._cancelled = True
 
     def _collect(self) -> int:
-        """Look once at each read under way; how many have ended."""
+        """Look once at the reads under way; how many have ended."""
         running: list[_Read] = []
         for read in self._reads:
             status = self._peer.status(read.batch_id)
@@ -146,27 +142,24 @@ class MooncakePull(Pull):
         self._pieces.clear()
 
 
-class MooncakePeer(Peer):
+class MooncakePeer(OpenPeer):
     """One incarnation of one process, with an engine that nobody else uses.
 
     Over NVLink the engine maps the peer's memory, and the mapping keeps that memory allocated after
     the peer was killed: its successor would lack room on the device. So the engine is destroyed
-    with the peer, 1 s later and outside the engine loop (see mooncake_engine).
+    with the peer, 1 s later and outside the engine loop (see mooncake_engine). A stopped peer's
+    reads, for which `close` waits, end with the engine's progress timeout.
     """
 
     def __init__(self, transport: "MooncakeTransport", endpoint: Endpoint, engine: Engine) -> None:
-        self.name = endpoint.name
-        self._transport = transport
+        super().__init__(transport, endpoint)
+        self.name, self._engine, self._kind = endpoint.name, engine, transport.kind
+        self._discard = transport.engines.discard
         self.finish_copies = transport.engines.finish_copies
-        self._endpoint = endpoint
-        self._engine: Engine | None = engine
         self.num_free_reads = MAX_READS[transport.kind]  # how many more may be issued
-        self._pulls: list[MooncakePull] = []
 
     def read(self, piece: Run) -> int:
-        """Start one read; its batch id, or 0: refused. One read a batch: its status covers only
-        one."""
-        assert self._engine is not None
+        """Start one read, in a batch of its own, whose status is the read's; its id, 0: refused."""
         here = self._transport.endpoint().regions[piece.region].address + piece.local_offset
         there = self._endpoint.regions[piece.region].address + piece.remote_offset
         batch_id = self._engine.raw.batch_transfer_async_read(
@@ -177,66 +170,45 @@ class MooncakePeer(Peer):
 
     def status(self, batch_id: int) -> int:
         """1 done, -1 failed: `batch_id` is a dangling pointer then; 0 and -2 under way."""
-        assert self._engine is not None
         status = self._engine.raw.transfer_check_status(batch_id)
         self.num_free_reads += status in (1, -1)
         return status
 
-    def pull(self, runs: Sequence[Run]) -> MooncakePull:
-        assert self._engine is not None, "pull on a closed peer"
-        check_runs(runs, self._transport.endpoint(), self._endpoint)
-        pull = MooncakePull(self, pieces(runs, MAX_PIECE_BYTES[self._transport.kind]))
-        self._pulls = [*(p for p in self._pulls if p.state is PullState.RUNNING), pull]
-        return pull
+    def _begin(self, runs: Sequence[Run]) -> MooncakePull:
+        return MooncakePull(self, runs, MAX_PIECE_BYTES[self._kind])
 
-    def close(self) -> None:
-        """Let go of the peer; a stopped peer's reads end with the engine's progress timeout."""
-        if self._engine is None:
-            return
-        running = [pull for pull in self._pulls if pull.state is PullState.RUNNING]
-        for pull in running:
-            pull.cancel()
-        while running := [p for p in running if p.poll() is PullState.RUNNING]:
-            time.sleep(POLL_BUDGET_S)
-        assert self.num_free_reads == MAX_READS[self._transport.kind]
-        engine, self._engine = self._engine, None
-        self._transport.release(self, engine)
+    def _let_go(self) -> None:
+        assert self.num_free_reads == MAX_READS[self._kind]
+        self._discard(self._engine)
 
 
-class MooncakeTransport(KVTransport):
+class MooncakeTransport(OpenTransport):
     """The mooncake transport of this process.
 
     `host`, which peers dial, is not checked by the engine. `rdma` fails loudly without a card;
-    nothing falls back. `tcp` copies CUDA memory slice by slice through the host (1.6 to 2.2 GB/s).
-    A process has one kind.
+    nothing falls back. `tcp` takes CUDA memory by way of the host, 1.6 to 2.2 GB/s.
     """
 
     name = "mooncake"
 
     def __init__(self, host: str, kind: str) -> None:
+        super().__init__(kind)
         configure(kind)
-        self.kind = kind
         self.engines = Engines(load(), host, kind)
-        self._endpoint = None
-        self._lock = threading.Lock()  # connect runs in threads; guards the two sets
-        self._peers: set[MooncakePeer] = set()
-        self._contacts: set[Endpoint] = set()
+        self._contacts: set[Endpoint] = set()  # under way; the lock guards them too
 
-    def register(self, regions: Sequence[MemoryRegion]) -> None:
+    def _serve(self, regions: Sequence[MemoryRegion]) -> tuple[str, bytes]:
         """Start the serving engine; Unsupported if it does not start, or refuses the memory."""
-        assert self._endpoint is None, "register is called once"
-        port = self.engines.serve(regions)
-        name = f"{self.engines.host}:{port}"
-        self._endpoint = describe(self.name, self.kind, name, regions)
+        name = f"{self.engines.host}:{self.engines.serve(regions)}"
         log.debug("mooncake serves at %s over %s", name, self.kind)
+        return name, b""
 
-    def connect(self, endpoint: Endpoint, timeout_s: float) -> "MooncakePeer":
+    def _reach(self, endpoint: Endpoint, timeout_s: float) -> MooncakePeer:
         """Probe, then read one byte, so that connections are open (see KVTransport.connect).
 
         A peer that hangs keeps the thread of its first contact for up to 60 s; until that has
         ended, further calls for the same endpoint raise Unreachable at once.
         """
-        check_peer(self.endpoint(), endpoint, same_host=self.kind == "nvlink")
         with self._lock:
             if endpoint in self._contacts:
                 raise Unreachable(f"{endpoint.name} still does not answer an earlier contact")
@@ -251,16 +223,13 @@ class MooncakeTransport(KVTransport):
             if reached.cancel():  # the thread goes on by itself
                 raise Unreachable(f"{endpoint.name} did not answer within {timeout_s} s") from None
             engine = reached.result()  # it has ended just now
-        peer = MooncakePeer(self, endpoint, engine)
-        with self._lock:
-            self._peers.add(peer)
-        return peer
+        return MooncakePeer(self, endpoint, engine)
 
     def _contact(self, endpoint: Endpoint, reached: Future[Engine]) -> None:
         """Make first contact: the thread of `connect`, which may have given up meanwhile."""
         engine, error = None, None
         try:
-            engine = self._reach(endpoint)
+            engine = self._engine_to(endpoint)
         except Unreachable as e:
             error = e
         finally:
@@ -274,7 +243,7 @@ class MooncakeTransport(KVTransport):
         else:
             reached.set_exception(error)
 
-    def _reach(self, endpoint: Endpoint) -> Engine:
+    def _engine_to(self, endpoint: Endpoint) -> Engine:
         """Make an engine that has read a byte from the peer; blocks up to 60 s."""
         name = endpoint.name
         if not self.engines.answers(name):
@@ -289,18 +258,10 @@ class MooncakeTransport(KVTransport):
             raise Unreachable(f"{name} answers, but a first read of one byte failed{advice}")
         return engine
 
-    def release(self, peer: "MooncakePeer", engine: Engine) -> None:
-        with self._lock:
-            self._peers.discard(peer)
-        self.engines.discard(engine)
-
     def close(self) -> None:
         """Close all peers and destroy the engines, all at once: about 1 s.
 
         Does not wait for engines in first contact with a hung peer; they go when it ends.
         """
-        with self._lock:
-            peers = list(self._peers)
-        for peer in peers:
-            peer.close()
+        super().close()
         self.engines.close()

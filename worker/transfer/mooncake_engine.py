@@ -2,7 +2,7 @@
 
 How an engine is destroyed (ADR 0015). Its destructor closes the CUDA IPC handles that the engine
 opened, which frees a killed peer's GPU memory, and joins its listener thread. That looks at its
-stop flag between two calls of accept(), each of which lasts until the receive time-out of the
+stop flag between two calls of accept(), which last until the receive time-out of the
 listening socket, 1 s. The destructor holds the GIL meanwhile, in whichever thread it runs. But the
 socket is a descriptor of ours: a thread makes its time-out short, waits for the accept() that began
 before, and only then drops the engine. That holds the GIL for 6 ms instead of 1.02 s.
@@ -64,7 +64,7 @@ _hushing = threading.Lock()
 
 
 def configure(kind: str) -> dict[str, str]:
-    """Set mooncake's environment for `kind`, before its first import. Returns what it set.
+    """Set mooncake's environment for `kind`, before its first import. Returns the variables set.
 
     A value that the user's environment already holds wins, except for the choice of transport.
     The library reads most of it once, so a process has one kind for all its life: Unsupported if
@@ -96,8 +96,7 @@ def load() -> type[Any]:
 def _hushed() -> Iterator[None]:
     """Silence mooncake's error lines: every start of an engine that succeeds prints one, too.
 
-    They go through glog, whose level counts for the process. A level that shows more than errors
-    was asked for, and stays.
+    They go through glog, whose level counts for the process. A level that shows more stays.
     """
     module = sys.modules.get("mooncake.engine")
     try:
@@ -129,7 +128,7 @@ class Engine:
 
 
 class Engines:
-    """The engines of one process: one that serves, one for each peer pulled from. Thread-safe."""
+    """The engines of one process: one that serves, others that pull from one peer. Thread-safe."""
 
     def __init__(self, engine_class: type[Any], host: str, kind: str) -> None:
         self.host = host
@@ -246,7 +245,7 @@ def let_listener_stop(port: int) -> None:
 
 
 def _sockets_at(port: int) -> Iterator[socket.socket]:
-    """This process's TCP sockets with this local port, as duplicates, open for one turn each."""
+    """This process's TCP sockets with this local port, as duplicates, open for one turn."""
     for fd in os.listdir("/proc/self/fd"):
         try:
             # Only sockets: closing a duplicate of a file would drop the process's locks on it.

@@ -1,4 +1,4 @@
-"""What mooncake's wheels need of the system, and what to install where it is missing."""
+"""Libraries that mooncake's wheels need of the system, and how to install missing ones."""
 
 import subprocess
 from importlib.util import find_spec
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from worker.errors import MissingLibrary
 
-# System libraries that the wheels link against: Debian package, or what else helps.
+# System libraries that the wheels link against: Debian package, or another remedy.
 APT_PACKAGES = {
     "libibverbs.so": "libibverbs1",
     "libmlx5.so": "ibverbs-providers",
@@ -30,7 +30,7 @@ def check_installed() -> None:
         for engine in Path(folder).glob("engine*.so"):
             try:
                 linked = subprocess.run(["ldd", str(engine)], capture_output=True, text=True)
-            except OSError:  # no ldd: the worker will say what is missing
+            except OSError:  # no ldd: the worker will name missing ones
                 return
             check_links(linked.stdout)
 
@@ -49,7 +49,7 @@ def check_links(ldd_output: str) -> None:
 
 
 def explain(error: ImportError) -> MissingLibrary:
-    """What to install so that `error` does not happen again."""
+    """`error`, with the packages to install against it."""
     if isinstance(error, ModuleNotFoundError):
         return MissingLibrary(
             "transport mooncake needs mooncake-transfer-engine: pip install 'kvlane[cpu]', "

@@ -55,7 +55,7 @@ class _Outgoing:
     req: PrefillReq
     lease: Lease
     first_page: int  # index in the prompt of the first page that decode lacks
-    key: bytes  # of what is announced
+    key: bytes  # of announcements
 
 
 @dataclass(slots=True, eq=False)
@@ -128,8 +128,8 @@ class Outbound:
         """Whether others have room enough, now that a prompt of the peer's is admitted."""
         limit, waiting, book = self.scheduler.max_reqs, self.scheduler.waiting, self.scheduler.book
         living = self._outgoing.values()
-        queued = ((each.peer, 1) for each in living if each.req in waiting)
-        pages = ((each.peer, num_pages(each.req.hold)) for each in living)
+        queued = ((outgoing.peer, 1) for outgoing in living if outgoing.req in waiting)
+        pages = ((outgoing.peer, num_pages(outgoing.req.hold)) for outgoing in living)
         return self.shares.allow(peer, limit, limit - len(waiting), queued) and self.shares.allow(
             peer, book.num_pages, book.num_available, pages
         )
@@ -177,7 +177,7 @@ class Outbound:
                 self._send_ready(self._by_req[req], first_page, end, groups)
 
     def announce_settled(self, reqs: Sequence[PrefillReq], now: float) -> None:
-        """Announce what the settled step made final and `announce_groups` has not announced yet."""
+        """Announce KV that the settled step made final, unless `announce_groups` already has."""
         for req in reqs:
             if req.token is not None or req.num_announced_groups < self.num_groups:
                 req.prefill_s = now - req.started_at

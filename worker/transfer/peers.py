@@ -1,6 +1,6 @@
 """The prefill workers that a decode worker knows, and the links to pull over.
 
-Each peer is dialled before a request needs it: the transport connects, probes and warms up, and the
+A peer is dialled before a request needs it: the transport connects, probes and warms up, and the
 link's rate is measured. A peer with another model, KV layout or transport is never used, and a
 warning is logged. A lost peer that is still a member is dialled again.
 """
@@ -120,7 +120,7 @@ class PrefillPeers:
             known.dial_at = None if never else time.monotonic() + RETRY_S
 
     def measured(self) -> list[PullPath]:
-        """Measure the way from each listed prefill worker, one after another; for any thread.
+        """Measure the paths from the listed prefill workers, one after another; for any thread.
 
         It pulls the leader's heads into page 0, over connections of its own; seconds at worst.
         """

@@ -99,7 +99,7 @@ class _RunningPull(NamedTuple):
 
 
 class RankPulls:
-    """What one rank dials and pulls by the leader's orders. Belongs to the rank's loop.
+    """One rank's links and pulls, by the leader's orders. Belongs to the rank's loop.
 
     tell: sends an answer to the leader. post: hands the loop an event for `on`, from any thread.
     """
@@ -124,7 +124,7 @@ class RankPulls:
         return poll_after_s([running.began_at for running in self._pulls.values()], now)
 
     def on(self, order: RankOrder | OwnDialled) -> None:
-        """Do what the leader orders, or take how a dialling has ended."""
+        """Do an order of the leader's, or take the end of a dialling."""
         match order:
             case DialPeer(link, member):
                 self._links[link] = None
@@ -185,10 +185,10 @@ class RankPulls:
                 why = Error(error.code, str(error))
                 self._tell(PeerDialled(self._own.rank, link, error=why))
 
-    def road(self, link: int) -> str:
-        """What the bytes of a link that is open travel on; "" if none is."""
+    def transport(self, link: int) -> str:
+        """Name and kind of the transport of an open link; "" if it is not open."""
         source = self._links.get(link)
-        return source.road if source is not None else ""
+        return source.transport if source is not None else ""
 
     def _close_unused(self) -> None:
         for link in self._leaving - {running.link for running in self._pulls.values()}:
@@ -205,7 +205,7 @@ class _Dial:
 
 
 class LeaderPulls:
-    """What all ranks of this worker dial and pull, ordered by rank 0. Belongs to its loop.
+    """Links and pulls of all ranks of this worker, ordered by rank 0. Belongs to its loop.
 
     own: the leader's rank. tell: sends an order to all other ranks, in order. post: hands the loop
     an event: OwnDialled for `on`, the others as `dial` ends. num_settled: steps of the leader.
@@ -252,7 +252,7 @@ class LeaderPulls:
                     return
                 del self._dials[link]
                 if error is None:
-                    source = _RankedSource(self, link, self._rank.road(link))
+                    source = _RankedSource(self, link, self._rank.transport(link))
                     self._post(Link(dial.member.peer, source, dial.bytes_per_s))
                 else:
                     self.order(HangUp(link))
@@ -279,8 +279,8 @@ class LeaderPulls:
 
 
 class _RankedSource(PageSource):
-    def __init__(self, leader: LeaderPulls, link: int, road: str) -> None:
-        self._leader, self._link, self.road = leader, link, road
+    def __init__(self, leader: LeaderPulls, link: int, transport: str) -> None:
+        self._leader, self._link, self.transport = leader, link, transport
         self._closed = False
 
     def pull(self, pairs: Pages, groups: range, states: Pages = ()) -> Pull:

@@ -1,6 +1,6 @@
-"""Seals of announced KV: it comes from whoever was asked for it, and says what that one said.
+"""Seals of announced KV: it comes from the worker that was asked for it, word for word.
 
-Each attempt of a decode worker has a key of its own, which goes to the prefill worker with the
+An attempt of a decode worker has a key of its own, which goes to the prefill worker with the
 `Prefill`. So nobody else can announce pages for it: no other member, and nobody who only knows its
 names, also where links are plain (transport.authentication: none).
 """
@@ -25,7 +25,7 @@ def sealed(message: KVReady, key: bytes) -> KVReady:
 
 
 def is_sealed(message: KVReady, key: bytes) -> bool:
-    """Whether its seal was made with this key, and of what it says."""
+    """Whether its seal was made with this key, and over its fields."""
     return hmac.compare_digest(message.seal, _seal(message, key))
 
 

@@ -6,7 +6,6 @@ frees the memory when the last process that maps it ends, so a pull from a kille
 says OK. The mapping is read-only, so we cannot harm the peer.
 """
 
-import ctypes
 import mmap
 import os
 import time
@@ -21,32 +20,28 @@ from worker.errors import Incompatible, Unreachable, Unsupported
 from worker.transfer.base import (
     POLL_BUDGET_S,
     Endpoint,
-    KVTransport,
-    Peer,
-    Pull,
+    OpenPeer,
+    OpenTransport,
     PullState,
     Run,
-    check_peer,
-    check_runs,
-    describe,
+    RunsPull,
     pieces,
 )
 from worker.transfer.host import process_stat
+from worker.transfer.memory import bytes_of
 
-# A poll checks its budget between copies of at most COPY_BYTES (about 0.1 ms each).
+# A poll checks its budget between copies of at most COPY_BYTES (about 0.1 ms).
 COPY_BYTES = 1 << 20
 MAX_POLL_BYTES = 8 << 20
 
 
-class ShmPull(Pull):
+class ShmPull(RunsPull):
     """A pull that copies inside poll(); between two polls nothing is under way."""
 
     def __init__(self, peer: "ShmPeer", runs: Sequence[Run]) -> None:
-        self.num_bytes = sum(run.num_bytes for run in runs)
-        self.error: str | None = None
+        super().__init__(runs)
         self._peer = peer
         self._pieces = pieces(runs, COPY_BYTES)  # not copied yet
-        self.state = PullState.RUNNING
 
     def poll(self) -> PullState:
         deadline = time.perf_counter() + POLL_BUDGET_S
@@ -66,82 +61,59 @@ class ShmPull(Pull):
             self.error = "cancelled"
 
 
-class ShmPeer(Peer):
+class ShmPeer(OpenPeer):
     """The mapped memory of one process."""
 
     def __init__(
-        self,
-        transport: "ShmTransport",
-        endpoint: Endpoint,
-        maps: Sequence[mmap.mmap],
-        opened: ExitStack,
+        self, transport: "ShmTransport", endpoint: Endpoint, maps: Sequence[mmap.mmap]
     ) -> None:
-        self._transport = transport
-        self._endpoint = endpoint
+        super().__init__(transport, endpoint)
+        self._maps = maps
+        self._local = transport.local
         self._remote = [np.frombuffer(mapped, np.uint8) for mapped in maps]
-        self._opened = opened  # unmaps them
-        self._pulls: list[ShmPull] = []
 
     def copy(self, run: Run) -> None:
         """Copy the bytes of `run` from the peer."""
         region, here, there, num_bytes = run
-        local, remote = self._transport.local[region], self._remote[region]
+        local, remote = self._local[region], self._remote[region]
         local[here : here + num_bytes] = remote[there : there + num_bytes]
 
-    def pull(self, runs: Sequence[Run]) -> ShmPull:
-        assert self._remote, "pull on a closed peer"
-        check_runs(runs, self._transport.endpoint(), self._endpoint)
-        pull = ShmPull(self, runs)
-        self._pulls = [*(p for p in self._pulls if p.state is PullState.RUNNING), pull]
-        return pull
+    def _begin(self, runs: Sequence[Run]) -> ShmPull:
+        return ShmPull(self, runs)
 
-    def close(self) -> None:
-        for pull in self._pulls:
-            pull.cancel()
-        self._pulls.clear()
+    def _let_go(self) -> None:
         self._remote.clear()  # an mmap with a view on it cannot be closed
-        self._opened.close()
-        self._transport.peers.discard(self)
+        for mapped in self._maps:
+            mapped.close()
 
 
-class ShmTransport(KVTransport):
+class ShmTransport(OpenTransport):
     """Pull from processes of this host and pid namespace; needs memfd-backed (CPU) memory."""
 
     name = "shm"
 
     def __init__(self, host: str, kind: str = "shm") -> None:
-        if kind != "shm":
-            raise Unsupported(f"transport shm has no kind {kind!r}, only 'shm'")
-        self.kind = kind
+        super().__init__(kind)
         self.local: list[NDArray[np.uint8]] = []
-        self._endpoint = None
-        self.peers: set[ShmPeer] = set()
 
-    def register(self, regions: Sequence[MemoryRegion]) -> None:
-        assert self._endpoint is None, "register is called once"
+    def _serve(self, regions: Sequence[MemoryRegion]) -> tuple[str, bytes]:
         for region in regions:
             if region.fd is None:
                 text = f"region {region.name!r} has no memfd: shm serves CPU memory only"
                 raise Unsupported(text)
-        self._endpoint = describe(self.name, self.kind, str(os.getpid()), regions)
-        self.local = [
-            np.ctypeslib.as_array((ctypes.c_uint8 * region.num_bytes).from_address(region.address))
-            for region in regions
-        ]
+        self.local = [np.ctypeslib.as_array(bytes_of(region)) for region in regions]
+        return str(os.getpid()), b""
 
-    def connect(self, endpoint: Endpoint, timeout_s: float) -> "ShmPeer":
+    def _reach(self, endpoint: Endpoint, timeout_s: float) -> ShmPeer:
         """Map the peer's memory; takes well under a millisecond, whatever `timeout_s` is."""
-        check_peer(self.endpoint(), endpoint, same_host=True)
         with ExitStack() as opened:
             maps = [opened.enter_context(_map(endpoint.pid, region)) for region in endpoint.regions]
             _check_process(endpoint)
-            peer = ShmPeer(self, endpoint, maps, opened.pop_all())
-        self.peers.add(peer)
-        return peer
+            opened.pop_all()
+        return ShmPeer(self, endpoint, maps)
 
     def close(self) -> None:
-        for peer in list(self.peers):
-            peer.close()
+        super().close()
         self.local.clear()
 
 

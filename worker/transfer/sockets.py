@@ -1,9 +1,9 @@
 """KV over plain TCP sockets: several connections a peer, received straight into the pool.
 
-Each connection has a thread, on both ends; reading and writing release the GIL. A pull's runs are
-asked for in batches, by all connections at once, the next ones before the last ones have come. Only
-the puller's threads write its memory, and none of them is in a pull that has ended. Bytes are not
-encrypted; see `doors` for who may read.
+A connection has a thread, on both ends; reading and writing release the GIL. A pull's runs are
+asked for in portions, by all connections at once, the next ones before the last ones have come.
+Only the puller's threads write its memory, and none is in a pull that has ended. Bytes travel
+plain.
 """
 
 import logging
@@ -16,113 +16,99 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 from worker.cache.layout import MemoryRegion
 from worker.errors import Unreachable, Unsupported
-from worker.transfer.base import (
-    POLL_BUDGET_S,
-    Endpoint,
-    KVTransport,
-    Peer,
-    Pull,
-    PullState,
-    Run,
-    check_peer,
-    check_runs,
-    describe,
-    pieces,
-)
+from worker.transfer.base import Endpoint, OpenPeer, OpenTransport, PullState, Run, RunsPull, pieces
 from worker.transfer.doors import (
     GREETING,
     MAC_BYTES,
     MAX_PIECES,
     NONCE_BYTES,
-    Door,
+    KVDoor,
     asked,
+    cut,
     proof,
     receive,
     received,
 )
-from worker.transfer.memory import BATCH_BYTES, Lane, Piece, lanes_of
+from worker.transfer.memory import PORTION_BYTES, Lane, Piece, lanes_of
 
 log = logging.getLogger("kvlane.transfer")
 
-LANES = 4  # connections to a peer on each network; two are as fast between two cores
-AHEAD = 2  # batches that a connection has asked for and not received
+LANES = 4  # connections to a peer and network; two are as fast between two cores
+AHEAD = 2  # portions that a connection has asked for and not received
 SECRET_BYTES = 32
 REDIAL_S = 2.0  # for a connection in place of one that broke
 PROGRESS_S = 3  # without a byte, after which a connection counts as hung
 
 
-class Batch(NamedTuple):
-    """What is asked for at once."""
+class Portion(NamedTuple):
+    """The pieces that one request names: in our memory, and in the peer's."""
 
     here: list[Piece]
     there: list[Piece]
 
 
-def batches(runs: Sequence[Run]) -> Iterator[Batch]:
-    """The bytes of `runs`, of one region or several, so many at a time as one request may name."""
-    here, there, room = list[Piece](), list[Piece](), BATCH_BYTES
-    for region, local, remote, size in pieces(runs, BATCH_BYTES):
-        if size > room or len(here) == MAX_PIECES:
-            yield Batch(here, there)
-            here, there, room = [], [], BATCH_BYTES
+def portions(runs: Sequence[Run]) -> Iterator[Portion]:
+    """The bytes of `runs`, of one region or several, cut for requests."""
+    here, there, left = list[Piece](), list[Piece](), PORTION_BYTES
+    for region, local, remote, size in pieces(runs, PORTION_BYTES):
+        if size > left or len(here) == MAX_PIECES:
+            yield Portion(here, there)
+            here, there, left = [], [], PORTION_BYTES
         here.append(Piece(region, local, size))
         there.append(Piece(region, remote, size))
-        room -= size
+        left -= size
     if here:
-        yield Batch(here, there)
+        yield Portion(here, there)
 
 
-class SocketPull(Pull):
-    """A pull that its peer's lanes share; each takes batches until there are none left."""
+class SocketPull(RunsPull):
+    """A pull that its peer's lanes share: they take portions until none is left."""
 
     def __init__(self, peer: "SocketPeer", runs: Sequence[Run]) -> None:
-        self.num_bytes = sum(run.num_bytes for run in runs)
-        self.error: str | None = None
-        self.state = PullState.RUNNING
+        super().__init__(runs)
         self._peer = peer
-        self._batches = deque(batches(runs))  # not asked for
-        self._lock = threading.Lock()  # of what follows
+        self._portions = deque(portions(runs))  # not asked for
+        self._lock = threading.Lock()  # of all below
         self._inside = set[SocketLane]()  # lanes that may write
-        self._num_awaited = 0  # lanes that have it in their queues
-        self._failed = dict[SocketLane, str]()  # lanes that do no more of it, and why
+        self._num_awaited = 0  # lanes that have the pull in their queues
+        self._failed = dict[SocketLane, str]()  # lanes that take no more portions, and why
         self._hung = dict[str, str]()  # networks on which nothing comes any more, and why
-        self._why = ""  # it can no longer be well
+        self._failure = ""  # why the pull fails; "": it may succeed
         self._is_begun = False
 
     def poll(self) -> PullState:
         if self.state is not PullState.RUNNING:
             return self.state
-        if not self._is_begun and not self._why:
+        if not self._is_begun and not self._failure:
             self._is_begun = True
-            self._num_awaited = min(len(self._peer.lanes), len(self._batches))
-            for each in self._peer.lanes[: self._num_awaited]:
-                each.pulls.put(self)
+            self._num_awaited = min(len(self._peer.lanes), len(self._portions))
+            for lane in self._peer.lanes[: self._num_awaited]:
+                lane.pulls.put(self)
         with self._lock:
-            if not self._inside and self._why:
-                self.state, self.error = PullState.FAILED, self._why
-            elif not self._inside and not self._batches:
+            if not self._inside and self._failure:
+                self.state, self.error = PullState.FAILED, self._failure
+            elif not self._inside and not self._portions:
                 self.state = PullState.OK
         return self.state
 
     def cancel(self) -> None:
         with self._lock:
-            self._why = self._why or "cancelled"
-            for each in self._inside:
-                each.cut()
+            self._failure = self._failure or "cancelled"
+            for lane in self._inside:
+                lane.cut()
 
     def enter(self, lane: "SocketLane", why: str) -> bool:
-        """Whether the lane may write from now on until it leaves.
+        """Whether the lane may write, from now on until it leaves.
 
-        why: it has no connection; "" if it has. Other lanes do its part.
+        why: why the lane has no connection; "" if it has. Other lanes take its portions.
         """
         with self._lock:
             self._num_awaited -= 1
-            if self.state is not PullState.RUNNING or self._why:
+            if self.state is not PullState.RUNNING or self._failure:
                 return False
             if why := why or self._hung.get(lane.address, ""):
                 self._failed[lane] = why
@@ -131,38 +117,38 @@ class SocketPull(Pull):
             self._inside.add(lane)
             return True
 
-    def next(self) -> Batch | None:
-        """To be asked for; None: there is nothing more to do."""
+    def next(self) -> Portion | None:
+        """The portion to ask for; None: no portion is left."""
         with self._lock:
-            return self._batches.popleft() if self._batches and not self._why else None
+            return self._portions.popleft() if self._portions and not self._failure else None
 
-    def leave(self, lane: "SocketLane", why: str, undone: Sequence[Batch]) -> None:
-        """why: it has failed, "" if not. undone: what it took, which other lanes may do."""
+    def leave(self, lane: "SocketLane", why: str, undone: Sequence[Portion]) -> None:
+        """why: why the lane has failed, "" if it has not. undone: portions for other lanes."""
         with self._lock:
             self._inside.remove(lane)
-            self._batches.extend(undone)
+            self._portions.extend(undone)
             if undone:
                 self._failed[lane] = why
                 if lane.timed_out and not self._peer.lands(lane.address, PROGRESS_S):
                     self._hung[lane.address] = why  # another lane there would wait as long again
-            else:  # with an error of ours nobody knows what it has not done
-                self._why = self._why or why
+            else:  # after an error of ours nobody knows which bytes have come
+                self._failure = self._failure or why
             self._ask_again()
 
     def _ask_again(self) -> None:
-        """With the lock: lanes that were through before another failed do what that one left."""
-        if not self._batches or self._inside or self._num_awaited or self._why:
+        """Give the portions of a lane that failed to lanes that have finished. Needs the lock."""
+        if not self._portions or self._inside or self._num_awaited or self._failure:
             return
         others = [
-            each
-            for each in self._peer.lanes
-            if each not in self._failed and each.address not in self._hung
+            lane
+            for lane in self._peer.lanes
+            if lane not in self._failed and lane.address not in self._hung
         ]
         self._num_awaited = len(others)
-        for each in others:
-            each.pulls.put(self)
+        for lane in others:
+            lane.pulls.put(self)
         if not others:
-            self._why = next(reversed(self._failed.values()))
+            self._failure = next(reversed(self._failed.values()))
 
 
 class SocketLane:
@@ -171,25 +157,24 @@ class SocketLane:
     def __init__(
         self, lane: Callable[[], Lane], address: str, secret: bytes, deadline: float
     ) -> None:
-        """Raises Unreachable without a connection at the deadline, of time.monotonic."""
+        """Raises Unreachable if there is no connection at the deadline, of time.monotonic."""
         self._lane, self.address, self._secret = lane, address, secret
         self.pulls = queue.SimpleQueue[SocketPull | None]()
         self._connection: socket.socket | None = dial(address, secret, deadline)
         self._is_cut = False
-        self.timed_out = False  # its last connection ended because nothing came any more
-        self.landed_at = float("-inf")  # when a batch was last in its place, of time.monotonic
+        self.timed_out = False  # the last connection ended because nothing came any more
+        self.landed_at = float("-inf")  # when a portion was last in its place, of time.monotonic
         self._thread = threading.Thread(target=self._run, name="kv-lane", daemon=True)
         self._thread.start()
 
     def cut(self) -> None:
-        """End the connection; the thread meets its end. The next pull has a new one."""
+        """End the connection; the next pull makes a new one."""
         connection, self._is_cut = self._connection, True
         if connection is not None:
-            with suppress(OSError):  # it has ended meanwhile
-                connection.shutdown(socket.SHUT_RDWR)
+            cut(connection)
 
     def end(self) -> None:
-        """Of a lane without pulls."""
+        """End the thread; the lane has no pulls."""
         self.pulls.put(None)
         self._thread.join()
 
@@ -197,7 +182,7 @@ class SocketLane:
         self._memory = self._lane()
         while (pull := self.pulls.get()) is not None:
             if pull.enter(self, self._connected(pull)):
-                why, undone = "it ended in an error of ours", list[Batch]()
+                why, undone = "it ended in an error of ours", list[Portion]()
                 try:
                     why, undone = self._move(pull)
                 finally:
@@ -205,7 +190,7 @@ class SocketLane:
         self._drop()
 
     def _connected(self, pull: SocketPull) -> str:
-        """See to a connection for a pull that runs; "" or why there is none."""
+        """Make a connection for a pull that runs, if there is none; "" or why that failed."""
         try:
             if self._is_cut:
                 self._drop()
@@ -215,15 +200,15 @@ class SocketLane:
             return str(e)
         return ""
 
-    def _move(self, pull: SocketPull) -> tuple[str, list[Batch]]:
-        """Batches of the pull, until there are none; "" or why it ends before, and with which."""
-        waiting, self.timed_out = deque[Batch](), False
+    def _move(self, pull: SocketPull) -> tuple[str, list[Portion]]:
+        """Bring portions until none is left; why that failed, "" if not, and portions undone."""
+        waiting, self.timed_out = deque[Portion](), False
         assert self._connection is not None
         try:
             while True:
-                while len(waiting) < AHEAD and (batch := pull.next()) is not None:
-                    waiting.append(batch)
-                    self._connection.sendall(asked(batch.there))
+                while len(waiting) < AHEAD and (portion := pull.next()) is not None:
+                    waiting.append(portion)
+                    self._connection.sendall(asked(portion.there))
                 if not waiting:
                     return "", []
                 here = waiting[0].here
@@ -271,67 +256,51 @@ def dial(address: str, secret: bytes, deadline: float) -> socket.socket:
     return connection
 
 
-class SocketPeer(Peer):
+class SocketPeer(OpenPeer):
     """One incarnation of one process."""
 
     def __init__(
         self, transport: "SocketTransport", endpoint: Endpoint, lanes: list[SocketLane]
     ) -> None:
-        self._transport, self._endpoint, self.lanes = transport, endpoint, lanes
-        self._pulls = list[SocketPull]()
+        super().__init__(transport, endpoint)
+        self.lanes = lanes
 
-    def pull(self, runs: Sequence[Run]) -> SocketPull:
-        assert self.lanes, "pull on a closed peer"
-        check_runs(runs, self._transport.endpoint(), self._endpoint)
-        pull = SocketPull(self, runs)
-        self._pulls = [*(p for p in self._pulls if p.state is PullState.RUNNING), pull]
-        return pull
+    def _begin(self, runs: Sequence[Run]) -> SocketPull:
+        return SocketPull(self, runs)
+
+    def _let_go(self) -> None:
+        lanes, self.lanes = self.lanes, []
+        for lane in lanes:
+            lane.end()
 
     def lands(self, address: str, seconds: float) -> bool:
-        """Whether any connection on this network has brought something within so long."""
+        """Whether a portion has come on this network in the last `seconds`."""
         since = time.monotonic() - seconds
-        return any(each.landed_at > since for each in self.lanes if each.address == address)
-
-    def close(self) -> None:
-        for pull in self._pulls:
-            pull.cancel()
-        while [pull for pull in self._pulls if pull.poll() is PullState.RUNNING]:
-            time.sleep(POLL_BUDGET_S)
-        lanes, self.lanes = self.lanes, []
-        for each in lanes:
-            each.end()
-        self._transport.forget(self)
+        return any(lane.landed_at > since for lane in self.lanes if lane.address == address)
 
 
-class SocketTransport(KVTransport):
+class SocketTransport(OpenTransport):
     """Pull over TCP, bound to the addresses of `host` alone; see KVTransport."""
 
     name = "sockets"
 
     def __init__(self, host: str, kind: str = "tcp") -> None:
-        if kind != "tcp":
-            raise Unsupported(f"transport sockets has no kind {kind!r}, only 'tcp'")
-        self.kind, self._hosts = kind, host.split(",")
-        self._endpoint = None
-        self._doors = list[Door]()
-        self._lock = threading.Lock()  # connect runs in threads; guards the set
-        self._peers = set[SocketPeer]()
+        super().__init__(kind)
+        self._hosts = host.split(",")
+        self._doors = list[KVDoor]()
 
-    def register(self, regions: Sequence[MemoryRegion]) -> None:
-        assert self._endpoint is None, "register is called once"
+    def _serve(self, regions: Sequence[MemoryRegion]) -> tuple[str, bytes]:
         secret, self._lane = secrets.token_bytes(SECRET_BYTES), lanes_of(regions)
         for host in self._hosts:
             try:
-                self._doors.append(Door(host, secret, regions))
+                self._doors.append(KVDoor(host, secret, regions))
             except OSError as e:
                 self.close()
                 raise Unsupported(f"transport sockets cannot listen at {host}: {e}") from e
         doors = zip(self._hosts, self._doors, strict=True)
-        name = ",".join(f"{host}:{door.port}" for host, door in doors)
-        self._endpoint = describe(self.name, self.kind, name, regions, secret)
+        return ",".join(f"{host}:{door.port}" for host, door in doors), secret
 
-    def connect(self, endpoint: Endpoint, timeout_s: float) -> SocketPeer:
-        check_peer(self.endpoint(), endpoint, same_host=False)
+    def _reach(self, endpoint: Endpoint, timeout_s: float) -> SocketPeer:
         deadline, addresses = time.monotonic() + timeout_s, endpoint.name.split(",")
         lanes, failed = list[SocketLane](), dict[str, Unreachable]()
         for address in addresses * LANES:  # in this order, as short pulls take the first lanes
@@ -345,20 +314,9 @@ class SocketTransport(KVTransport):
             raise next(iter(failed.values()))
         for e in failed.values():
             log.warning("%s; KV comes on other networks", e)
-        peer = SocketPeer(self, endpoint, lanes)
-        with self._lock:
-            self._peers.add(peer)
-        return peer
-
-    def forget(self, peer: SocketPeer) -> None:
-        """It was closed."""
-        with self._lock:
-            self._peers.discard(peer)
+        return SocketPeer(self, endpoint, lanes)
 
     def close(self) -> None:
-        with self._lock:
-            peers = list(self._peers)
-        for peer in peers:
-            peer.close()
+        super().close()
         while self._doors:
             self._doors.pop().close()

@@ -33,8 +33,7 @@ SINK = [(0, 0)]  # page 0 of both sides: no KV, padded and inactive rows write t
 # the link is as fast as it was when it was dialled.
 RECENT_S, FORGET_S = 3.0, 10.0
 
-# Made on import: threads dial at the same time, and two that are the first to decode a type crash
-# msgspec 0.22.
+# Made on import: threads dial at one time, and two that decode a type first crash msgspec 0.22.
 READER = msgspec.msgpack.Decoder(Endpoint)
 
 Parts = TypeVar("Parts", bound=Sized)
@@ -48,10 +47,10 @@ def never() -> bool:
 class PageSource(Protocol):
     """A prefill worker as pages are pulled from it, whatever ranks and bytes that means."""
 
-    road: str  # name and kind of the transport, of one rank
+    transport: str  # name and kind of the transport, of one rank
 
     def pull(self, pairs: Pages, groups: range, states: Pages = ()) -> Pull:
-        """Begin to pull layer groups of pages: (local page, remote page), each local page once.
+        """Begin to pull layer groups of pages: (local page, remote page), a local page once.
 
         states: slots, in the same way.
         """
@@ -62,7 +61,7 @@ class PageSource(Protocol):
 
 
 class LinkRate:
-    """How fast pulls over a link have been lately, each weighted by its seconds. So short pulls,
+    """How fast pulls over a link have been lately, a pull weighted by its seconds. So short pulls,
     which take as long as their calls, do not speak for long ones."""
 
     def __init__(self) -> None:
@@ -108,7 +107,7 @@ class Sources(PageSource):
 
     def __init__(self, sources: Sequence[tuple[Peer, RankPair]]) -> None:
         self._sources = sources
-        self.road = sources[0][0].road if sources else ""
+        self.transport = sources[0][0].transport if sources else ""
         self.closed = False
 
     def pull(self, pairs: Pages, groups: range | None = None, states: Pages = ()) -> Pull:
@@ -128,8 +127,7 @@ class Sources(PageSource):
         return fastest_pull_s(lambda: self.pull(SINK * times), NUM_READS, ends) / times
 
     def measure(self, ends: Callable[[], bool] = never) -> tuple[float, int, int, float, float]:
-        """PullPath's bytes_per_s, num_bytes, num_ranges, small_pull_s, pages_per_s, of pulls into
-        page 0."""
+        """PullPath's bytes_per_s, num_bytes, num_ranges, small_pull_s, pages_per_s, into page 0."""
         times, num_bytes, num_runs = self._measured(MEASURED_BYTES)
         took_s = fastest_pull_s(lambda: self.pull(SINK * times), NUM_READS, ends)
         first, _ = self._sources[0]
@@ -151,7 +149,7 @@ class Sources(PageSource):
 
 
 class _Dialled:
-    """What threads of a rank read from and have dialled, until the rank ends. For any thread."""
+    """Sources that threads of a rank read from and have dialled, until it ends. For any thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -178,17 +176,17 @@ class _Dialled:
             if not kept:
                 sources.close()
             with self._changed:
-                self._made = [*(each for each in self._made if not each.closed), *kept]
+                self._made = [*(made for made in self._made if not made.closed), *kept]
                 self._num_reading -= 1
                 self._changed.notify_all()
 
     def end(self) -> None:
-        """Cancel what is read, wait for its end, and close all that is still open."""
+        """Cancel reads, wait for their end, and close all that is still open."""
         with self._changed:
             self._ends = True
             self._changed.wait_for(lambda: not self._num_reading)
-        for each in self._made:
-            each.close()
+        for made in self._made:
+            made.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,14 +258,14 @@ class LocalRank:
 
     def measure(self, member: Member) -> PullPath:
         """Measure the way from `member`, over connections opened for this."""
-        road = f"{self.transport.name}/{self.transport.kind}"
+        transport = f"{self.transport.name}/{self.transport.kind}"
         try:
             sources = self.connect(member)
             with self._dialled.reading(sources, to_keep=False):
                 figures = sources.measure(self._dialled.ends)
         except (TransferError, OSError) as error:
-            return PullPath(member.peer, road, error=str(error))
-        return PullPath(member.peer, sources.road, *figures, self.model.regions[0].page_size)
+            return PullPath(member.peer, transport, error=str(error))
+        return PullPath(member.peer, sources.transport, *figures, self.model.page_size)
 
     def _dial(self, member: Member) -> Link | DialFailed:
         try:

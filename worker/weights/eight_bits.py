@@ -1,26 +1,22 @@
-"""Matrices in e4m3, with scales of blocks or rows, and how files hold them.
+"""Matrices in e4m3, with scales of blocks or rows.
 
 What else files have in eight bits becomes the model's dtype while it is loaded.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from worker.config.checkpoint.quantization import SCALE_BLOCK, Quantization
-from worker.errors import UserError
 from worker.ops.experts.product import expert_products
 from worker.ops.experts.route import Routes
 from worker.ops.scaled import (
     E4M3,
-    LARGEST,
+    E4M3_MAX,
     EightBitRows,
     add_rms_norm_eight,
     eight_bit_rows,
@@ -28,18 +24,13 @@ from worker.ops.scaled import (
     scaled_gated_product,
     scaled_product,
 )
-from worker.weights.base import Format, Grid, Matrix, Operand, Parts, Reading, whole_of
-from worker.weights.files import tensor_names
-from worker.weights.shard import VALUES, Shard, all_of, coarse
+from worker.weights.base import Grid, Matrix, Operand, Parts
+from worker.weights.scaled_files import SCALES, ScaledFiles, ScaledFormat
+from worker.weights.shard import VALUES, all_of, coarse
 
-SCALES = "scales"  # a role
 # Rows that share a scale here, where 128 do in the file: a rank's part, or the rows of one of
 # several stacked matrices, may begin within such a block. It costs 0.2 % of the memory.
 GRAIN = 16
-# Of DeepSeek's and Qwen's files, and of compressed-tensors; both are multiplied with.
-WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
-# Of activations and of KV in eight bits: neither is quantised here, or not by a fixed scale.
-OTHER_SCALES = ("input_scale", "q_scale", "k_scale", "v_scale", "kv_scale", "output_scale")
 
 
 class EightBitMatrix(Matrix):
@@ -92,96 +83,13 @@ class EightBitMatrix(Matrix):
         return expert_products(x, routes, self.values, down.values, self.parts.held, out, scales)
 
 
-class EightBitFiles(Reading):
-    """The scales of a model's weight files; they may lie in another file than their weights."""
+class EightBitFiles(ScaledFiles):
+    """Numbers in e4m3."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        super().__init__(files)
-        self._files = files
-        self._readers: dict[Path, Any] = {}  # a header may name thousands of tensors
-        self._used = set[str]()
-
-    @cached_property
-    def _where(self) -> Mapping[str, Path]:
-        """The file of each scale of weights."""
-        names = {file: tensor_names(file.parent, [file]) for file in self._files}
-        return {
-            name: file
-            for file, held in names.items()
-            for name in held
-            if name.endswith(WEIGHT_SCALES)
-        }
-
-    def opened(self, name: str, stored: Any) -> "Scaled | None":
-        if stored.get_dtype() != "F8_E4M3":
-            return None
-        stem = name.removesuffix("weight")
-        found = next((stem + end for end in WEIGHT_SCALES if stem + end in self._where), None)
-        if found is None:
-            raise UserError(f"{name} is in eight bits, and there is no {stem}{WEIGHT_SCALES[0]}")
-        self._used.add(found)
-        file = self._where[found]
-        if file not in self._readers:
-            self._readers[file] = safe_open(file, framework="pt", device="cpu")
-        return Scaled(name, stored, self._readers[file].get_tensor(found).float())
-
-    def is_spent(self, name: str) -> bool:
-        return name in self._used or name.endswith(OTHER_SCALES)
-
-    def owner_of(self, name: str) -> str:
-        stem = next((name.removesuffix(end) for end in WEIGHT_SCALES if name.endswith(end)), None)
-        return name if stem is None else f"{stem}weight"
+    dtype = "F8_E4M3"
 
 
-class Scaled:
-    """A tensor [N, K] in eight bits that is multiplied by its scales as it is sliced."""
-
-    def __init__(self, name: str, stored: Any, scales: Tensor) -> None:
-        """stored: what slices it without them. Raises UserError if they are of no form's shape."""
-        self.values = stored
-        rows, columns = self.get_shape()
-        blocks = [-(-size // SCALE_BLOCK) for size in (rows, columns)]
-        if scales.numel() == 1:
-            self._scales, self._grain = scales.view(1, 1), (rows, columns)
-        elif scales.numel() == rows and len(scales) == rows:
-            self._scales, self._grain = scales.view(rows, 1), (1, columns)
-        elif list(scales.shape) == blocks:
-            self._scales, self._grain = scales, (SCALE_BLOCK, SCALE_BLOCK)
-        else:
-            shape = tuple(scales.shape)
-            raise UserError(f"{name} of shape {(rows, columns)} has scales of shape {shape}")
-
-    def get_shape(self) -> list[int]:
-        """As safetensors' slices have it."""
-        return self.values.get_shape()
-
-    def scales(self, shape: tuple[int, ...]) -> Tensor:
-        """f32 of this shape: a scale for as many rows each, and for SCALE_BLOCK columns or for all.
-
-        Raises UserError, without a name, if the file's are finer.
-        """
-        (height, width), (tall, wide) = shape, self._grain
-        each = self.get_shape()[0] // height
-        if tall % each or len(self._scales[0]) not in (1, width):
-            text = f"has a scale for {tall} rows and {wide} columns; config.json says otherwise"
-            raise UserError(text)
-        return self._scales.repeat_interleave(-(-tall // each), 0)[:height].expand(-1, width)
-
-    def __getitem__(self, index: tuple[slice, slice]) -> Tensor:
-        """[rows, columns] f32."""
-        part: torch.Tensor = self.values[index].float()
-        for dim, (held, size) in enumerate(zip(index, self.get_shape(), strict=True)):
-            start, stop, _ = held.indices(size)
-            each = [at // self._grain[dim] for at in range(start, stop)]
-            assert part.shape[dim] == len(each)
-            if dim == 0:
-                of_rows = self._scales[each]
-            else:
-                part *= of_rows[:, each]
-        return part
-
-
-class EightBits(Format):
+class EightBits(ScaledFormat):
     """e4m3 with scales in f32; activations are brought into e4m3 as they come."""
 
     name = "eight bits"
@@ -206,13 +114,6 @@ class EightBits(Format):
             SCALES: Grid(of_columns, grain, torch.float32),
         }
 
-    def part(self, stored: Any, role: str, shard: Shard) -> Tensor:
-        if not isinstance(stored, Scaled):
-            raise UserError(f"is {stored.get_dtype()}, config.json says F8_E4M3")
-        if role == SCALES:
-            return shard.of(stored.scales(shard.stored_shape))
-        return whole_of(stored.values, shard)
-
     def drawn(self, whole: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Tensor]:
         """In blocks as published, however finely their scales are kept.
 
@@ -222,11 +123,11 @@ class EightBits(Format):
         blocks = height
         if height < len(whole) and len(whole) % SCALE_BLOCK == 0:
             blocks = len(whole) // SCALE_BLOCK
-        values, scales = quantized(whole, (blocks, *width))
+        values, scales = as_e4m3(whole, (blocks, *width))
         return {VALUES: values, SCALES: scales.repeat_interleave(height // blocks, 0)}
 
 
-def quantized(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def as_e4m3(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """A drawn matrix as e4m3, of x's shape, and its scales, of `shape`.
 
     x: [.., k] f32; shape: [.., blocks of k], or with one column for all; its product divides that
@@ -238,6 +139,6 @@ def quantized(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     if width > 1:
         rows = F.pad(rows, (0, width * SCALE_BLOCK - k))
     blocks = rows.view(height, -1, width, rows.shape[1] // width)
-    scales = (blocks.abs().amax((1, 3), keepdim=True) / LARGEST).clamp_(min=1e-12)
+    scales = (blocks.abs().amax((1, 3), keepdim=True) / E4M3_MAX).clamp_(min=1e-12)
     values = (blocks / scales).view(len(rows), -1)[:, :k].to(E4M3)
     return values.view(*lead, k), scales.view(shape)

@@ -4,7 +4,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,8 +17,6 @@ from worker.weights.files import listed, weight_files
 from worker.weights.formats import Readings
 from worker.weights.plain import PLAIN
 from worker.weights.shard import VALUES, Key, Shard
-
-LoadFormat = Literal["safetensors", "dummy"]
 
 
 class Loadable(Protocol):

@@ -22,7 +22,7 @@ from worker.attention.recurrent.delta_net import (
     read_states,
     write_states,
 )
-from worker.config.checkpoint.delta_shape import BLOCK
+from worker.config.checkpoint.delta_shape import DELTA_BLOCK
 from worker.forward.batch import StateChunks
 from worker.ops.op import op
 
@@ -32,8 +32,7 @@ def delta_chunk_ref(
 ) -> None:
     """Fill `out` and the requests' slots.
 
-    packed: [num_tokens, packed_width]; out: [num_tokens, value_width] of its dtype, contiguous;
-    padded tokens become zero.
+    packed: [num_tokens, packed_width]; out: [num_tokens, value_width] of that dtype; padding: 0.
     """
     shape = state.shape
     widths = [shape.channels, shape.value_width, 2 * shape.value_heads]
@@ -52,8 +51,8 @@ def delta_chunk_ref(
         raw = torch.cat((early, qkv[tokens]))
         x = inputs(convolved(raw, weights.conv), ba[tokens], weights, shape)
         outputs = []
-        for at in range(0, count, BLOCK):
-            s, o = delta_block(s, Inputs(*(part[at : at + BLOCK] for part in x)))
+        for at in range(0, count, DELTA_BLOCK):
+            s, o = delta_block(s, Inputs(*(part[at : at + DELTA_BLOCK] for part in x)))
             outputs.append(o)
         out[tokens] = gated_norm(torch.cat(outputs), z[tokens], weights, shape)
         write_states(state, held, s[None])
@@ -63,18 +62,17 @@ def delta_chunk_ref(
 def delta_block(s: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:
     """delta_step of up to 64 tokens at once: (state, outputs [tokens, value_heads, value_dim]).
 
-    s: [value_heads, key_dim, value_dim] f32. The arithmetic of a token does not depend on how many
-    follow it.
+    s: [value_heads, key_dim, value_dim] f32. A token's arithmetic depends on none that follow it.
     """
     count = len(x.g)
     q, k, v, g, beta = (part.transpose(0, 1) for part in x)
-    q, k, v = (F.pad(part, (0, 0, 0, BLOCK - count)) for part in (q, k, v))
-    g, beta = (F.pad(part, (0, BLOCK - count)) for part in (g, beta))
+    q, k, v = (F.pad(part, (0, 0, 0, DELTA_BLOCK - count)) for part in (q, k, v))
+    g, beta = (F.pad(part, (0, DELTA_BLOCK - count)) for part in (g, beta))
     total = g.cumsum(1)
     decay = (total[:, :, None] - total[:, None, :]).tril().exp().tril()
     mixed = (beta[..., None] * (k @ k.mT) * decay).tril(-1)
     both = torch.cat((beta[..., None] * v, (beta * total.exp())[..., None] * k), dim=-1)
-    eye = torch.eye(BLOCK, device=s.device)
+    eye = torch.eye(DELTA_BLOCK, device=s.device)
     u, w = torch.linalg.solve_triangular(eye + mixed, both, upper=False, unitriangular=True).split(
         [v.shape[-1], k.shape[-1]], dim=-1
     )

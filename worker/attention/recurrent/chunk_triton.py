@@ -1,12 +1,17 @@
-"""Kernels of chunk.py: convolution, each block's matrices, the scan over blocks, gated norm."""
+"""Kernels of chunk.py: convolution, blocks' matrices, the scan over blocks, gated norm."""
 
 import torch
 from torch import Tensor
 
 from worker.attention.recurrent.delta_net import DeltaState, DeltaWeights
-from worker.attention.recurrent.gated_norm_triton import gated_norm_triton
-from worker.attention.recurrent.window_triton import part_of, silu, softplus, taps
-from worker.config.checkpoint.delta_shape import BLOCK
+from worker.attention.recurrent.window_triton import (
+    gated_norm_triton,
+    part_of,
+    silu,
+    softplus,
+    taps,
+)
+from worker.config.checkpoint.delta_shape import DELTA_BLOCK
 from worker.forward.batch import StateChunks
 from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap
@@ -141,8 +146,7 @@ def _matrices_kernel(
         tl.store(scratch + square, tl.where(i[:, None] > i[None, :], a, 0.0))
         tl.debug_barrier()
 
-        # The diagonal blocks, all four at once: column c of the inverse over its rows r, so that no
-        # sum leaves a warp.
+        # The diagonal blocks at once, column c of the inverse over rows r: sums stay in a warp.
         d, c = tl.arange(0, 4)[:, None, None], tl.arange(0, 16)[None, :, None]
         r = tl.arange(0, 16)[None, None, :]
         diagonal = scratch + d * (16 * BLOCK + 16)
@@ -278,14 +282,14 @@ def delta_chunk_triton(
     decays = torch.empty(2, num_tokens, heads, dtype=torch.float32, device=packed.device)
     w = packed.new_empty(num_tokens, heads, shape.key_dim)
     u = packed.new_empty(num_tokens, heads, shape.value_dim)
-    p = packed.new_empty(num_blocks, heads, BLOCK, BLOCK)
+    p = packed.new_empty(num_blocks, heads, DELTA_BLOCK, DELTA_BLOCK)
     scratch = torch.empty(p.shape, dtype=torch.float32, device=packed.device)
     sizes = overlap(
         packed, KEY_HEADS=shape.key_heads, RATIO=shape.ratio, KEY_DIM=shape.key_dim,
-        VALUE_DIM=shape.value_dim, BLOCK=BLOCK,
+        VALUE_DIM=shape.value_dim, BLOCK=DELTA_BLOCK,
     )  # fmt: skip
     strides = conv.stride(0), conv.stride(1), conv.stride(2)
-    _convolve_kernel[(num_blocks, 2 * shape.key_heads + heads, BLOCK // CONVOLVED)](
+    _convolve_kernel[(num_blocks, 2 * shape.key_heads + heads, DELTA_BLOCK // CONVOLVED)](
         packed, weights.conv, weights.a_log, weights.dt_bias, conv, chunks.query_start,
         chunks.seq_lens, chunks.slots, chunks.blocks, mixed, decays[0], decays[1],
         packed.stride(0), *strides, num_reqs, num_blocks, LANES=max(shape.key_dim, shape.value_dim),

@@ -1,7 +1,7 @@
-"""The gated delta rule: what its ops read, one step of it, and the state's layout.
+"""The gated delta rule: inputs of its ops, one step of it, and the state's layout.
 
 Yang et al., "Gated Delta Networks" (arXiv:2412.06464), as Qwen3-Next computes it: a short causal
-convolution of q, k and v, then for each value head, in f32,
+convolution of q, k and v, then for a value head, in f32,
     S ← e^g · S;  δ = β · (v − Sᵀ k);  S ← S + k ⊗ δ;  o = Sᵀ q.
 """
 
@@ -23,7 +23,7 @@ class DeltaWeights(NamedTuple):
     conv: Tensor  # [channels, TAPS]
     a_log: Tensor  # [value_heads] f32
     dt_bias: Tensor  # [value_heads] f32
-    norm: Tensor  # [value_dim]; of each head's output
+    norm: Tensor  # [value_dim]; of heads' outputs
     eps: float
 
 
@@ -33,8 +33,7 @@ class DeltaState(NamedTuple):
     # [num_slots, key_heads, ratio, blocks of values, key_dim, values of a block] f32
     s: Tensor
     conv: Tensor  # [num_slots, key_heads, TAPS - 1, head_channels]; raw inputs, oldest first
-    # [num_rows + 1, max_width, raw_width]: raw inputs of each row's last window, if that was wider
-    # than one token
+    # [num_rows + 1, max_width, raw_width]: raw inputs of rows' last windows, if wider than 1
     ring: Tensor
 
     @property
@@ -46,7 +45,7 @@ class DeltaState(NamedTuple):
 def delta_states(
     views: Sequence[tuple[Tensor, Tensor]], shape: DeltaShape, num_rows: int, max_width: int
 ) -> list[DeltaState]:
-    """Of each layer: `views` of the pool (KVPool.states) and a new ring.
+    """By layer: `views` of the pool (KVPool.states) and a new ring.
 
     shape: of this rank; max_width: tokens of the widest window. A window of one needs no ring.
     """
@@ -102,7 +101,7 @@ def convolved(raw: Tensor, weight: Tensor) -> Tensor:
 
 
 class Inputs(NamedTuple):
-    """What the recurrence reads of tokens, f32; [..] are the tokens."""
+    """Inputs of the recurrence, f32; [..] are the tokens."""
 
     q: Tensor  # [.., value_heads, key_dim]; normalised, and scaled by key_dim ** -0.5
     k: Tensor  # [.., value_heads, key_dim]; normalised
@@ -112,7 +111,7 @@ class Inputs(NamedTuple):
 
 
 def inputs(mixed: Tensor, ba: Tensor, weights: DeltaWeights, shape: DeltaShape) -> Inputs:
-    """mixed: [.., channels], convolved; ba: [.., 2 · value_heads], b of each head, then a."""
+    """mixed: [.., channels], convolved; ba: [.., 2 · value_heads], b by head, then a by head."""
     width = shape.key_heads * shape.key_dim
     q, k, v = mixed.float().split([width, width, shape.value_width], dim=-1)
     heads = [part.unflatten(-1, (shape.key_heads, shape.key_dim)) for part in (q, k)]
@@ -137,7 +136,7 @@ def delta_step(s: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def gated_norm(o: Tensor, z: Tensor, weights: DeltaWeights, shape: DeltaShape) -> Tensor:
-    """RMS norm of each head's output, times weight and silu(z): [n, value_width] of z's dtype.
+    """RMS norm of a head's output, times weight and silu(z): [n, value_width] of z's dtype.
 
     o: [n, value_heads, value_dim] f32; z: [n, value_width].
     """

@@ -1,4 +1,4 @@
-"""A decode step of a delta net: fold what the last step accepted, then compute a window.
+"""A decode step of a delta net: fold the tokens that the last step accepted, compute a window.
 
 Speculation by replay: rejected drafts are never folded, so nothing is restored. A step reads the
 state of the first `folded` tokens, folds the `pending` ones, whose raw inputs the last window has
@@ -46,7 +46,7 @@ def delta_window_ref(
     conv = by_channel(state.conv[slots], shape)
     known = torch.cat((ring, new), dim=1)
     raw = torch.cat((torch.where(started, conv, 0), known[..., :channels]), dim=1)
-    # Behind a row's pending tokens come its window's: `at` is each token's line of `known`.
+    # Behind a row's pending tokens come its window's: `at` is the tokens' lines of `known`.
     token = torch.arange(num_lines + width)
     at = token + (token >= pending[:, None]) * (num_lines - pending[:, None])
     at = at.clamp(max=num_lines + width - 1)

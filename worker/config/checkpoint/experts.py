@@ -1,8 +1,10 @@
 """What layers of experts follow from. Free of torch."""
 
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from worker.config.checkpoint.families import Family
+from worker.config.checkpoint.fields import Fields
 from worker.errors import Unsupported
 
 Division = Literal["auto", "tensor", "expert"]
@@ -16,7 +18,15 @@ class ExpertShape(NamedTuple):
     top_k: int  # experts of a token
     width: int  # of an expert's hidden layer
     renormalizes: bool  # weights of a token's experts are divided by their sum
-    shared_width: int = 0  # of the expert that every token has, behind a gate; 0: there is none
+    shared_width: int = 0  # of the expert that every token has; 0: there is none
+    # What follows is left out of digests where it has these defaults: see start/digest.py.
+    scoring: str = "softmax"  # what makes scores of logits: a name of ops/experts/route.SCORINGS
+    is_biased: bool = False  # a bias of each expert counts where the k are chosen, not in weights
+    num_groups: int = 1  # of experts, as many in each; a token's lie in `top_groups` of them
+    top_groups: int = 1
+    factor: float = 1.0  # of the weights
+    activation: str = "silu"  # of an expert's hidden layer
+    limit: float = 0.0  # to which gate and up are clamped; 0: they are not
 
 
 class Held(NamedTuple):
@@ -46,3 +56,43 @@ def rank_experts(
     if division == "tensor":
         return Held(0, shape.num_experts), slice(rank * part, (rank + 1) * part)
     return Held(rank * part, part), slice(0, shape.width)
+
+
+def read_experts(fields: Fields, family: Family) -> dict[str, Any]:
+    """What a ModelShape says of experts: Mixtral's have the feed-forward's own fields."""
+    num_layers, places = (
+        fields.integer("num_hidden_layers"),
+        (*("num_experts", "num_local_experts", "n_routed_experts"),),
+    )
+    num_experts = fields.integer(*places, default=0, least=0)
+    first = fields.integer("first_k_dense_replace", default=0, least=0)
+    dense = {*range(first), *fields.integers("mlp_only_layers")}
+    step = fields.integer("decoder_sparse_step", default=1)
+    is_sparse = tuple((i + 1) % step == 0 and i not in dense for i in range(num_layers))
+    if not num_experts or not any(is_sparse):
+        return {}
+    own, top_k = fields.get("moe_intermediate_size"), fields.integer("num_experts_per_tok")
+    if top_k > num_experts:
+        problem = f"{top_k} is more than {places[0]} {num_experts}"
+        raise fields.error("num_experts_per_tok", problem)
+    fields.choice("hidden_act", ("silu",))
+    names, shared = family.layers.experts, 0
+    assert names is not None
+    width = fields.integer("intermediate_size" if own is None else "moe_intermediate_size")
+    if names.shared:
+        shared = width * fields.integer("n_shared_experts", default=0, least=0)
+        shared = shared or fields.integer("shared_expert_intermediate_size")
+    experts = ExpertShape(
+        num_experts,
+        top_k,
+        width,
+        renormalizes=own is None or fields.flag("norm_topk_prob", default=bool(names.shared)),
+        shared_width=shared,
+        scoring=names.scoring,
+        is_biased=bool(names.bias),
+        num_groups=fields.integer("n_group", default=1),
+        top_groups=fields.integer("topk_group", default=1),
+        factor=fields.number("routed_scaling_factor", default=1.0),
+        limit=fields.number("swiglu_limit", default=0.0),
+    )
+    return {"is_sparse": is_sparse, "experts": experts}

@@ -15,12 +15,16 @@ class NormNames(NamedTuple):
 
 
 class ExpertNames(NamedTuple):
-    """A layer's experts in the checkpoint."""
+    """A layer's experts in the checkpoint, and what its config.json does not say of them."""
 
     block: str  # what stands in the place of `mlp`
     gate: str
     up: str
     down: str
+    shared: str = ""  # the expert that every token has; "": there is none
+    shared_gate: str = ""  # whose sigmoid it is multiplied by; "": it is not
+    scoring: str = "softmax"  # of the router; see ExpertShape
+    bias: str = ""  # a tensor: of the router's choice; "": there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class Features:
     qkv_bias: bool = False
     output_bias: bool = False  # of the attention's output projection
     qk_norm: bool = False  # RMSNorm of each head's q and k, before rope
-    attention: Literal["heads"] = "heads"
+    attention: Literal["heads"] = "heads"  # the kind of its layers with keys
     experts: ExpertNames | None = None  # None: every feed-forward is dense
     output_gate: bool = False  # attention's output times the sigmoid of a projection
     centred: bool = False  # norms store their weight minus 1
@@ -93,12 +97,13 @@ SANDWICH = NormNames(
     attention_out="post_self_attn_layernorm", feed_forward_out="post_mlp_layernorm"
 )
 MLP_EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
+SHARED_EXPERT = MLP_EXPERTS._replace(shared="shared_expert", shared_gate="shared_expert_gate")
 MIXTRAL = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 OUTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 QWEN_3_5 = "Qwen3.5 (dense, text)"
 QWEN_3_5_MOE: dict[str, Any] = {
-    "models": "Qwen3.5 MoE (text)", "layers": replace(HYBRID, experts=MLP_EXPERTS), "flags": BIASES,
-    "rotary": 0.25, "defaults": {"intermediate_size": 512},  # no layer is dense
+    "models": "Qwen3.5 MoE (text)", "layers": replace(HYBRID, experts=SHARED_EXPERT),
+    "flags": BIASES, "rotary": 0.25, "defaults": {"intermediate_size": 512},  # no layer is dense
 }  # fmt: skip
 COMMAND_R: dict[str, Any] = {
     "scales": "cohere", "eps": "layer_norm_eps",
@@ -200,7 +205,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3MoeForCausalLM": Family("Qwen3 MoE", replace(QK_NORM, experts=MLP_EXPERTS), BIASES),
     "Qwen3NextForCausalLM": Family(
         "Qwen3-Next",
-        replace(HYBRID, delta="by_key_head", experts=MLP_EXPERTS),
+        replace(HYBRID, delta="by_key_head", experts=SHARED_EXPERT),
         BIASES,
         rotary=0.25,
     ),

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from worker.config.checkpoint.fields import Fields, is_list
-from worker.config.checkpoint.refusals import quantized, unquantized
+from worker.config.checkpoint.refusals import unquantized, unread
 from worker.errors import Unsupported
 
 SCALE_BLOCK = 128  # rows and columns that share a scale, in files in eight bits that have blocks
@@ -63,7 +63,7 @@ def read_quantization(fields: Fields) -> Quantization | None:
     held = fields.inner("quantization_config")
     method = held.get("quant_method")
     if not isinstance(method, str) or method not in METHODS:
-        raise quantized(fields)
+        raise unread(fields)
     return METHODS[method](held)
 
 

@@ -82,8 +82,8 @@ def window_remedy(window: int) -> str:
     return f"; {reason}: set max_position_embeddings to {window} to serve those, or {DENSE}"
 
 
-def quantized(fields: Fields) -> Unsupported:
-    """The error for a file that has a `quantization_config`."""
+def unread(fields: Fields) -> Unsupported:
+    """The error for a file whose `quantization_config` names no format that is read."""
     method = fields.inner("quantization_config").get("quant_method")
     kind = str(method or "quantized")
     kind = kind.upper() if kind in ("fp8", "awq", "gptq", "mxfp4", "gguf") else kind

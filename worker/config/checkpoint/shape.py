@@ -4,16 +4,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from worker.config.checkpoint.delta_shape import BLOCK, TAPS, DeltaShape
-from worker.config.checkpoint.experts import ExpertShape
+from worker.config.checkpoint.delta_shape import DELTA_BLOCK, DeltaShape, read_delta
+from worker.config.checkpoint.experts import ExpertShape, read_experts
 from worker.config.checkpoint.families import FAMILIES, Family, Features
 from worker.config.checkpoint.fields import Fields, is_list, read_fields
 from worker.config.checkpoint.mask import KEY_BLOCK, KeyMask
 from worker.config.checkpoint.quantization import Quantization, read_quantization
 from worker.config.checkpoint.refusals import DENSE, unknown_architecture
-from worker.config.checkpoint.rope_fields import PLAIN, ROPE_TYPES, Rope, read_local_rope, read_rope
-from worker.config.checkpoint.scaling import RopeScaling
-from worker.config.checkpoint.windows import FULL, LINEAR, SLIDING, read_windows
+from worker.config.checkpoint.rope_fields import (
+    PLAIN,
+    ROPE_TYPES,
+    Rope,
+    RopeScaling,
+    read_local_rope,
+    read_rope,
+)
+from worker.config.checkpoint.windows import FULL, SLIDING, read_windows
 
 DTYPES = ("float32", "bfloat16", "float16")
 NOBODYS = Family("")  # what holds for drafters
@@ -28,6 +34,14 @@ class Scales(NamedTuple):
     attention: float | None = None  # of its scores; None: head_dim^-0.5
     attention_cap: float = 0.0  # scores are cap · tanh(score / cap); 0: as they are
     logits_cap: float = 0.0
+
+
+class Layer(NamedTuple):
+    """What one layer of a model is made of."""
+
+    kind: str  # a name of worker.model.kinds.KINDS
+    number: int = 0  # among the layers of its kind: its keys or its state have it in the pool
+    is_sparse: bool = False  # experts stand in the place of its feed-forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +68,16 @@ class LayerShape:
         raise NotImplementedError
 
     @property
+    def layers(self) -> tuple[Layer, ...]:
+        """In their order."""
+        return (Layer(self.features.attention),)
+
+    @property
+    def in_features(self) -> int:
+        """Numbers of a token that q, k and v are made of."""
+        return self.hidden_size
+
+    @property
     def rope_of_most(self) -> Rope:
         """How all layers turn that are not told otherwise."""
         return Rope(self.rope_theta, self.rope_scaling, None)
@@ -74,7 +98,7 @@ class ModelShape(LayerShape):
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]  # config.json's, then generation_config.json's others
     penalizes: bool  # generation_config.json has a repetition penalty for requests that name none
-    # Which layers are gated delta nets and not attention; `delta` are their heads.
+    # Which layers are gated delta nets; `delta` are their heads. See also `layers`.
     is_delta: tuple[bool, ...] = ()
     delta: DeltaShape | None = None
     is_still: tuple[bool, ...] = ()  # which layers have no rope; (): none
@@ -128,12 +152,21 @@ class ModelShape(LayerShape):
     @property
     def grain(self) -> int:
         """Chunks of a prompt that are not its last end at multiples of it."""
-        return 1 if self.delta is None else BLOCK
+        return 1 if self.delta is None else DELTA_BLOCK
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        found, none = list[Layer](), (False,) * self.num_layers
+        for is_delta, is_sparse in zip(self.is_delta or none, self.is_sparse or none, strict=True):
+            kind = "delta" if is_delta else self.features.attention
+            number = sum(layer.kind == kind for layer in found)
+            found.append(Layer(kind, number, is_sparse))
+        return tuple(found)
 
     @property
     def num_kv_layers(self) -> int:
         """Layers with keys and values."""
-        return self.num_layers - sum(self.is_delta)
+        return sum(layer.kind == self.features.attention for layer in self.layers)
 
     @property
     def features(self) -> Features:
@@ -167,8 +200,8 @@ def read_model_shape(path: Path) -> ModelShape:
     return ModelShape(
         architecture=architecture,
         **read_layer_shape(fields, rotary=family.rotary, rope_types=ROPE_TYPES, eps=family.eps),
-        **(_read_delta(fields) if family.layers.delta else {}),
-        **(_read_experts(fields, family) if family.layers.experts else {}),
+        **(read_delta(fields) if family.layers.delta else {}),
+        **(read_experts(fields, family) if family.layers.experts else {}),
         num_layers=fields.integer("num_hidden_layers"),
         vocab_size=fields.integer("vocab_size"),
         tie_word_embeddings=(outer if family.nested else fields).flag("tie_word_embeddings"),
@@ -214,58 +247,6 @@ def refuse_what_we_cannot_compute(fields: Fields, family: Family = NOBODYS) -> N
     if fields.flag("use_bidirectional_attention"):
         raise fields.unsupported("use_bidirectional_attention", f"it embeds texts; {DENSE}")
     read_quantization(fields)
-
-
-def _read_delta(fields: Fields) -> dict[str, Any]:
-    """What a ModelShape says of gated delta nets."""
-    num_layers, kinds = fields.integer("num_hidden_layers"), fields.get("layer_types")
-    interval = fields.integer("full_attention_interval", default=4)
-    if kinds is None:
-        kinds = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(num_layers)]
-    if not is_list(kinds) or len(kinds) != num_layers or not {FULL, LINEAR} >= set(kinds):
-        problem = f"must name {FULL} or {LINEAR} for each of {num_layers} layers, not {kinds!r}"
-        raise fields.error("layer_types", problem)
-    if FULL not in kinds:
-        raise fields.unsupported("layer_types", "no layer with attention")
-    fields.choice("linear_conv_kernel_dim", (TAPS,))
-    fields.choice("attn_output_gate", (True,))
-    key_heads = fields.integer("linear_num_key_heads", default=16)
-    value_heads = fields.integer("linear_num_value_heads", default=32)
-    if value_heads % key_heads:
-        problem = f"{key_heads} does not divide linear_num_value_heads {value_heads}"
-        raise fields.error("linear_num_key_heads", problem)
-    names = "linear_key_head_dim", "linear_value_head_dim"
-    dims = [fields.integer(name, default=128) for name in names]
-    for name, size in zip(names, dims, strict=True):
-        if size < 16 or size & (size - 1):
-            raise fields.unsupported(name, f"{size}; supported: powers of two from 16 on")
-    delta = DeltaShape(key_heads, value_heads // key_heads, *dims)
-    return {"is_delta": tuple(kind == LINEAR for kind in kinds), "delta": delta}
-
-
-def _read_experts(fields: Fields, family: Family) -> dict[str, Any]:
-    """What a ModelShape says of experts: Mixtral's have the feed-forward's own fields."""
-    num_layers, places = fields.integer("num_hidden_layers"), ("num_experts", "num_local_experts")
-    num_experts = fields.integer(*places, default=0, least=0)
-    dense = set(fields.integers("mlp_only_layers"))
-    step = fields.integer("decoder_sparse_step", default=1)
-    is_sparse = tuple((i + 1) % step == 0 and i not in dense for i in range(num_layers))
-    if not num_experts or not any(is_sparse):
-        return {}
-    own, top_k = fields.get("moe_intermediate_size"), fields.integer("num_experts_per_tok")
-    if top_k > num_experts:
-        problem = f"{top_k} is more than {places[0]} {num_experts}"
-        raise fields.error("num_experts_per_tok", problem)
-    fields.choice("hidden_act", ("silu",))
-    delta = bool(family.layers.delta)
-    experts = ExpertShape(
-        num_experts,
-        top_k,
-        fields.integer("intermediate_size" if own is None else "moe_intermediate_size"),
-        renormalizes=own is None or fields.flag("norm_topk_prob", default=delta),
-        shared_width=fields.integer("shared_expert_intermediate_size") if delta else 0,
-    )
-    return {"is_sparse": is_sparse, "experts": experts}
 
 
 def _read_scales(fields: Fields, whose: str) -> Scales:

@@ -1,4 +1,4 @@
-"""The products of experts with their tokens, and their sum for each token."""
+"""The products of experts with their tokens, and a token's sum of them."""
 
 import torch
 from torch import Tensor
@@ -23,31 +23,41 @@ def expert_products_ref(
 
     x: [n, hidden_size]; gate_up: [count, 2 · width, hidden_size], gates before ups; down:
     [count, hidden_size, width]; all of x's dtype. out: [n, hidden_size], where the result goes;
-    None: to new memory. scales: of gate_up and down in e4m3, each a stack of what
-    scaled_product_ref takes. A token without experts here gets zeros. An expert's part is rounded
+    None: to new memory. scales: of gate_up and of down in e4m3, stacks of
+    scaled_product_ref's. A token without experts here gets zeros. An expert's part is rounded
     to the dtype before the sum, which is in f32 and in the order of the token's experts. A row's
     result depends on that row alone on a GPU, bit for bit.
     """
-    n, k = routes.ids.shape
     # Of all tokens with all experts: no shape depends on where they go, as in a graph.
     if scales is None:
         hidden = swiglu(torch.einsum("nh,eih->eni", x, gate_up))
         products = torch.einsum("eni,ehi->enh", hidden.float(), down.float())
     else:
-        rows, each = eight_bits_ref(x), zip(gate_up, scales[0], down, scales[1], strict=True)
+        rows, experts = eight_bits_ref(x), zip(gate_up, scales[0], down, scales[1], strict=True)
         inner = ((scaled_gated_product_ref(*rows, up, of_up, x.dtype), low, of_low)
-                 for up, of_up, low, of_low in each)  # fmt: skip
+                 for up, of_up, low, of_low in experts)  # fmt: skip
         products = torch.stack([
             scaled_product_ref(*gated, low, of_low, torch.float32) for gated, low, of_low in inner
         ])  # fmt: skip
+    total = weighted_sum(products, routes, held, x.dtype)
+    return total if out is None else out.copy_(total)
+
+
+def weighted_sum(products: Tensor, routes: Routes, held: Held, dtype: torch.dtype) -> Tensor:
+    """What expert_products adds up, [n, hidden_size] of `dtype`, in plain torch.
+
+    products: [count, n, hidden_size] f32, of all tokens with all experts of this rank.
+    """
+    n, k = routes.ids.shape
     local = routes.ids.long() - held.first
     here = (local >= 0) & (local < held.count)
-    parts = products[local.clamp(0, held.count - 1), torch.arange(n, device=x.device)[:, None]]
-    parts = torch.where(here[..., None], parts * routes.weights[..., None], 0).to(x.dtype)
+    tokens = torch.arange(n, device=products.device)[:, None]
+    parts = products[local.clamp(0, held.count - 1), tokens]
+    parts = torch.where(here[..., None], parts * routes.weights[..., None], 0).to(dtype)
     total = parts[:, 0].float()
     for place in range(1, k):
         total = total + parts[:, place]
-    return total.to(x.dtype) if out is None else out.copy_(total)
+    return total.to(dtype)
 
 
 expert_products = op(expert_products_ref)

@@ -1,9 +1,8 @@
 """Kernels of product.py: grouped products whose weights are the left operand, then a sum.
 
 A program has some rows of one expert's weights and some of that expert's rows of tokens. Which
-ones, it finds from `starts`: the grid is as large as any routing may need, and what is beyond the
-rows that are there ends at once. Sums over K ascend; how many tokens stand beside each other
-changes no sum of a row.
+ones, it finds from `starts`: the grid is as large as any routing may need, and programs beyond the
+rows end at once. Sums over K ascend; the number of tokens side by side changes no sum of a row.
 """
 
 from dataclasses import dataclass
@@ -13,11 +12,12 @@ import torch
 from torch import Tensor
 
 from worker.config.checkpoint.experts import Held
+from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.ops.experts.route import Routes
 from worker.ops.jit import INTERPRETED, enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 from worker.ops.norms_triton import silu_and_mul
-from worker.ops.scaled import BLOCK, E4M3, strides_of
+from worker.ops.scaled import E4M3, strides_of
 from worker.ops.scaled_triton import eight_bits_triton
 
 
@@ -51,16 +51,16 @@ def choose(
     tokens = min(max(16, share), max(_EIGHT if eight else _TABLE))
     if eight:
         rows, num_warps, num_stages = _EIGHT[tokens]
-        return Tile(tokens, rows, BLOCK, num_warps, num_stages)
+        return Tile(tokens, rows, SCALE_BLOCK, num_warps, num_stages)
     shapes = next(shapes for most, shapes in _TABLE.items() if tokens <= most)
     return Tile(tokens, *shapes[not gated])
 
 
 @triton.jit
-def _item(starts, item, COUNT: tl.constexpr, COUNT_POW2: tl.constexpr, BLOCK_T: tl.constexpr):
+def _item(starts, item, COUNT: tl.constexpr, BLOCK_T: tl.constexpr):
     """(expert, first row, row behind its last) of an item; expert -1: there is no such item."""
-    experts = tl.arange(0, COUNT_POW2)
-    at = starts + experts  # beside the L1, which may hold what was there before the kernel waits
+    experts = tl.arange(0, triton.next_power_of_2(COUNT))
+    at = starts + experts  # beside the L1, which may hold numbers of before the kernel waits
     begins = tl.load(at, mask=experts < COUNT, other=0, cache_modifier=".cg")
     ends = tl.load(at + 1, mask=experts < COUNT, other=0, cache_modifier=".cg")
     items = (ends - begins + BLOCK_T - 1) // BLOCK_T
@@ -76,10 +76,9 @@ def _item(starts, item, COUNT: tl.constexpr, COUNT_POW2: tl.constexpr, BLOCK_T: 
 def _grouped_kernel(
     x, of_rows, w, scales, weights, starts, order, out, N, K, stride_x, num_tiles,
     stride_column, stride_expert, stride_rows, stride_blocks,
-    COUNT: tl.constexpr, COUNT_POW2: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
-    GRAIN: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
+    COUNT: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GATED: tl.constexpr, GRAIN: tl.constexpr, STAGES: tl.constexpr,
+    EVEN_K: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (items · tiles of weights).
 
@@ -91,7 +90,7 @@ def _grouped_kernel(
     item, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     if GATED:
         enter(PDL)  # else the kernel before is the gated one: its programs have waited for `starts`
-    expert, first, end = _item(starts, item, COUNT, COUNT_POW2, BLOCK_T)  # pyright: ignore
+    expert, first, end = _item(starts, item, COUNT, BLOCK_T)  # pyright: ignore
     if expert < 0:
         if not GATED:
             enter(PDL)
@@ -212,12 +211,11 @@ def expert_products_triton(
             k, source.stride(0), num_tiles, 0 if of_rows is None else of_rows.stride(1),
             *_strides(of_w),
             **overlap(
-                x, COUNT=held.count, COUNT_POW2=power_of_two(held.count), TOP_K=top_k,
-                BLOCK_T=tile.tokens, BLOCK_N=tile.rows, BLOCK_K=tile.block_k, GATED=gated,
+                x, COUNT=held.count, TOP_K=top_k, BLOCK_T=tile.tokens, BLOCK_N=tile.rows,
+                BLOCK_K=tile.block_k, GATED=gated, EVEN_K=k % tile.block_k == 0,
                 GRAIN=0 if of_w is None else w.shape[1] // of_w.shape[1],
-                STAGES=None if of_w is None else tile.num_stages,
-                EVEN_K=k % tile.block_k == 0, UPCAST=INTERPRETED, num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
+                STAGES=None if of_w is None else tile.num_stages, UPCAST=INTERPRETED,
+                num_warps=tile.num_warps, num_stages=tile.num_stages,
             ),
         )  # fmt: skip
     out = torch.empty_like(x) if out is None else out

@@ -61,11 +61,19 @@ def _sum(x, TOKENS: tl.constexpr, SIZE: tl.constexpr):
     return _sum(even + odd, TOKENS, SIZE // 2)
 
 
+@triton.jit
+def _scores(logits, SCORING: tl.constexpr):
+    """Scores [TOKENS, EXPERTS] of all experts, at least 0; softmax's but for their sum."""
+    tl.static_assert(SCORING == "softmax")
+    return tl.exp(logits - tl.max(logits, 1)[:, None])
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
     parts, slots, ids, weights, starts, order, load, num_tokens, sink, first, count,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr, TOP_K: tl.constexpr,
-    PARTS: tl.constexpr, RENORMALIZES: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, SCORING: tl.constexpr, RENORMALIZES: tl.constexpr, ALONE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of tokens). parts: f32 [PARTS, num_tokens, NUM_EXPERTS].
 
@@ -81,7 +89,7 @@ def _route_kernel(
         logits += tl.load(at, mask=real[:, None] & exists, other=0.0)
         at += num_tokens.to(tl.int64) * NUM_EXPERTS
     logits = tl.where(exists, logits, float("-inf"))
-    scores = tl.exp(logits - tl.max(logits, 1)[:, None])  # of the softmax, but for their sum
+    scores = _scores(logits, SCORING)
     # Scores are at least 0, so their bits are in their order; behind them come NaN, then none.
     keys = tl.where(scores == scores, scores.to(tl.int32, bitcast=True) + 1, 0)
     keys = tl.where(exists, keys, -1)
@@ -161,8 +169,10 @@ def route_triton(
     shape: ExpertShape,
     held: Held,
     load: Tensor,
+    bias: Tensor | None = None,
 ) -> Routes:
-    """See route_ref."""
+    """See route_ref, and computed.py for what of a shape is not computed here."""
+    assert bias is None
     n, k = x.shape
     num_experts, top_k = shape.num_experts, shape.top_k
     assert x.stride(1) == 1
@@ -188,8 +198,8 @@ def route_triton(
     _route_kernel[(-(-n // tokens),)](
         logits, slots, ids, weights, starts, order, load, n, sink, *held,
         **overlap(
-            x, TOKENS=tokens, TOP_K=top_k, PARTS=len(logits), RENORMALIZES=shape.renormalizes,
-            ALONE=n <= tokens, num_warps=tokens, **sizes,
+            x, TOKENS=tokens, TOP_K=top_k, PARTS=len(logits), SCORING=shape.scoring,
+            RENORMALIZES=shape.renormalizes, ALONE=n <= tokens, num_warps=tokens, **sizes,
         ),
     )  # fmt: skip
     if n <= tokens:

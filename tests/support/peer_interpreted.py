@@ -1,13 +1,14 @@
 """peer_ptx under Triton's interpreter: plain loads and stores of memory that processes share."""
 
 import time
+from types import ModuleType
 from typing import Any
 
 from worker.ops.jit import tl, triton
 
 
 def _poll(load: Any, is_late: Any, control: Any) -> Any:
-    """What `load` gives once nothing of it `is_late`, or the fault or the limit ends the poll."""
+    """`load`'s result once nothing of it `is_late`, or the fault or the limit ends the poll."""
     since, at = time.monotonic_ns(), control.to(tl.pointer_type(tl.int64))
     loaded = load()
     while tl.max(is_late(loaded), 0):
@@ -21,7 +22,7 @@ def _poll(load: Any, is_late: Any, control: Any) -> Any:
 
 
 @triton.jit
-def load_chunks(address, mask):
+def load_chunks(address, mask, SHARED: tl.constexpr = False):  # pyright: ignore
     """See peer_ptx.load_chunks."""
     at = address.to(tl.pointer_type(tl.int32))
     return (
@@ -33,16 +34,13 @@ def load_chunks(address, mask):
 
 
 @triton.jit
-def store_chunks(address, words, mask):
+def store_chunks(address, words, mask, SHARED: tl.constexpr = False):  # pyright: ignore
     """See peer_ptx.store_chunks."""
     at = address.to(tl.pointer_type(tl.int32))
     tl.store(at, words[0], mask)
     tl.store(at + 1, words[1], mask)
     tl.store(at + 2, words[2], mask)
     tl.store(at + 3, words[3], mask)
-
-
-load_peer_chunks, store_peer_chunks = load_chunks, store_chunks
 
 
 @triton.jit
@@ -93,3 +91,12 @@ def poll_flags(address, mark, control, mask):
     return _poll(
         lambda: tl.load(at, mask, 0), lambda flags: ((flags >> 32) != mark) & mask, control
     )
+
+
+def access_by_interpreter(kernels: ModuleType) -> None:
+    """Have the kernels of all_reduce_triton, or of a copy, access memory by what is here."""
+    for access in (
+        *(load_chunks, store_chunks, poll_chunks, store_marked, poll_marked),
+        *(store_flags, poll_flags),
+    ):
+        setattr(kernels, access.__name__, access)
