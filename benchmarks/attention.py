@@ -4,8 +4,8 @@
     python -m benchmarks.attention --prefill 512,2048,8192 --json out.json
 
 Every layer reads KV of its own and pages lie in random order, so the L2 holds next to none of it.
-For decode the figure to read is the KV's bytes over the time, against the read bandwidth of the
-same run; for prefill (one whole prompt, causal) the floating-point operations over the time.
+The floor is the larger of reading the KV, at the read bandwidth of the same run, and of the
+products at the speed of one large product: of prefill that is one whole prompt, causal.
 `--query-len 4` times verify windows, `--window 4096 --context 32768` layers that see 4096 keys of
 more, `--cap 50` scores with a soft cap, `--sinks` heads with a learned sink. Plans made on the host
 stay outside the graph. On a CPU (`--model tiny --backends reference`) it checks that everything
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.output import ints, parser, shown, write
-from benchmarks.timing import DEVICE, read_bandwidth, spread, times_ms
+from benchmarks.timing import DEVICE, Case, product_speed, read_bandwidth, timed
 from worker.attention.base import AttentionShape
 from worker.cache.eight_bits import fill_noise
 from worker.cache.layout import KVLayout, KVRegion
@@ -84,7 +84,7 @@ class Scene:
 
 def scene_of(options: argparse.Namespace, num_reqs: int, context: int, width: int) -> Scene:
     """Requests of `context` tokens, the last `width` new, on random pages of a pool for them."""
-    shape, device = MODELS[options.model], torch.device(options.device)
+    shape, device = MODELS[options.model], torch.device(DEVICE)
     shape = shape._replace(layers=options.layers or shape.layers)
     dtype = getattr(torch, options.dtype)
     pages = -(-context // options.page_size)
@@ -127,32 +127,23 @@ def backend_pass(scene: Scene, name: str) -> Pass:
     return run
 
 
-def measure(scene: Scene, options: argparse.Namespace) -> dict[str, Any]:
-    """Times of every backend for one batch, per layer, and how far it is from the reference."""
-    batch = scene.batch
-    row: dict[str, Any] = {"batch": batch.num_reqs, "query_len": batch.max_query_len}
-    row |= {"context": scene.context, "backends": {}}
+def measure(scene: Scene, name: str, floor_us: float, options: argparse.Namespace) -> list[Any]:
+    """A row for each backend, and how far it is from the reference."""
     expected = backend_pass(scene, "reference")().float()
-    for name in options.backends.split(","):
+    ways: dict[str, Pass] = {}
+    for backend in options.backends.split(","):
         try:
-            run = backend_pass(scene, name)
+            ways[backend] = backend_pass(scene, backend)
         except Unsupported as refusal:
-            print(f"{name}: {refusal}")
-            continue
-        error = float((run().float() - expected).abs().max())
-        times = spread(times_ms({name: run}, options.device, options.replays)[name])
-        median_ms = times["median_ms"]
-        row["backends"][name] = times | {
-            "layer_us": round(median_ms * 1e3 / scene.shape.layers, 2),
-            "gb_s": round(scene.kv_bytes() / median_ms / 1e6, 1),
-            "tflop_s": round(scene.flops() / median_ms / 1e9, 1),
-            "max_error": error,
-        }
-    return row
+            print(f"{backend}: {refusal}")
+    errors = {way: float((run().float() - expected).abs().max()) for way, run in ways.items()}
+    print(f"{name}: largest errors", ", ".join(f"{way} {of:.1e}" for way, of in errors.items()))
+    rows = timed(Case(name, ways, scene.shape.layers, floor_us), options)
+    return [row | {"max_error": errors[row["way"]]} for row in rows]
 
 
-def parsed() -> argparse.Namespace:
-    """The command line."""
+def main() -> None:
+    """Measure, print a line a backend, write the figures."""
     made = parser(__doc__)
     add = made.add_argument
     add("--model", choices=sorted(MODELS), default="qwen3-8b")
@@ -169,32 +160,18 @@ def parsed() -> argparse.Namespace:
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--kv-dtype", default="", help="float8_e4m3fn; default: that of --dtype")
     add("--backends", default="triton,flashinfer", help="by commas")
-    add("--device", default=DEVICE)
     add("--replays", type=int, default=30)
-    return made.parse_args()
-
-
-def main() -> None:
-    """Measure, print a table, write the figures."""
-    options = parsed()
-    read_gb_s = round(read_bandwidth() / 1e9, 1)
-    print(f"reads {read_gb_s} GB/s")
-    rows: list[dict[str, Any]] = []
+    options = made.parse_args()
+    bandwidth, speed, rows = read_bandwidth(), product_speed(), list[Any]()
     cases = [(num, options.context, options.query_len) for num in options.batch]
     cases = [(1, num, num) for num in options.prefill] or cases
     for case in sorted(cases, reverse=True):
         scene = scene_of(options, *case)
-        rows.append(measure(scene, options))
-        for name, row in rows[-1]["backends"].items():
-            row["share"] = round(row["gb_s"] / read_gb_s, 4)
-            print(
-                f"batch {case[0]:3d} rows {case[2]:4d} {name:14s} {row['layer_us']:8.2f} us a layer"
-                f" {row['gb_s']:7.1f} GB/s {row['share']:6.1%} {row['tflop_s']:6.1f} TFLOP/s  "
-                f"error {row['max_error']:.1e}",
-                flush=True,
-            )
+        floor_us = 1e6 * max(scene.kv_bytes() / bandwidth, scene.flops() / speed)
+        name = "batch {}, context {}, rows {}".format(*case)
+        rows += measure(scene, name, floor_us / scene.shape.layers, options)
         scene.pool.close()
-    write(options.json, {"options": shown(options), "read_gb_s": read_gb_s, "rows": rows})
+        write(options.json, {"options": shown(options), "rows": rows})
 
 
 if __name__ == "__main__":

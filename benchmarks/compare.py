@@ -76,19 +76,12 @@ def rows_of(measured: dict[str, Any]) -> list[dict[str, Any]]:
     if "figures" in measured:
         return [{"figure": name, "median_ms": value} for name, value in measured["figures"].items()]
     if "rates" not in measured:
-        return [row for step in measured["steps"] for row in launches(step)]
+        return measured["steps"]
     return [
         {name: value for name, value in rate.items() if name != "tokens"}  # which a prompt has
         | {"median_ms": 1e3 * rate["seconds"] / rate["steps"]}
         for rate in measured["rates"]
     ]
-
-
-def launches(step: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row as it is, or, where it holds several ways to launch a step, a row for each of them."""
-    if "graphs" not in step:
-        return [step]
-    return [{**step, "launch": name, **times} for name, times in step["graphs"].items()]
 
 
 def compared(started: Sequence[tuple[str, list[dict[str, Any]]]]) -> list[dict[str, Any]]:

@@ -16,7 +16,6 @@ floor is the larger of reading the weights and of all products at the speed of o
 import argparse
 import itertools
 import logging
-import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from benchmarks.instruments import (
     prefill_floor_ms,
 )
 from benchmarks.output import ints, parser, shown, write
-from benchmarks.timing import product_speed, profile, read_bandwidth
+from benchmarks.timing import product_speed, profile, read_bandwidth, told
 from worker.api import Sampling
 from worker.plan import Plan, max_rows
 
@@ -101,7 +100,6 @@ def measure_decode(
     """A row for each case and width; prints them."""
     rows: list[dict[str, Any]] = []
     widths: list[int] = options.widths
-    print("milliseconds a step\nbatch  prompt   median      min      max    floor")
     for case, width in itertools.product(cases, widths):
         if case.batch > max_rows(width, case.batch):
             continue
@@ -109,29 +107,23 @@ def measure_decode(
         times, distinct = step_times(bench, case, options), distinct_experts(bench, case)
         mean_len = case.prompt_len + options.output_len / 2
         floor = decode_floor_ms(bench.engine, case.batch, mean_len, bandwidth, distinct)
-        figures = (statistics.median(times), min(times), max(times), floor)
-        windows = "" if width == 1 else f", windows of {width}"
-        windows += f", {distinct:.1f} experts" if distinct else ""
-        numbers = "".join(f"{figure:9.3f}" for figure in figures)
-        print(f"{case.batch:5}{case.prompt_len:8}{numbers}  {case.sampling}{windows}", flush=True)
-        measured = {"distinct_experts": distinct} if distinct else {}
-        measured |= {"width": width, "median_ms": figures[0], "times_ms": times, "floor_ms": floor}
-        rows.append({**case._asdict(), **measured, "path": bench.path})
+        name = f"{case.batch} x {case.prompt_len}, {case.sampling}, windows of {width}"
+        name += f", {distinct:.1f} experts" if distinct else ""
+        about = {**case._asdict(), "width": width, "distinct_experts": distinct, "path": bench.path}
+        rows.append(about | told(name, times, "ms", floor))
     return rows
 
 
 def measure_prefill(
     bench: Bench, cases: list[Case], options: argparse.Namespace, bandwidth: float
 ) -> list[dict[str, Any]]:
-    """A row for each batch and number of tokens; prints them.
+    """A row for each batch, number of tokens and graph; prints them.
 
     The graphs take turns: a GPU at the limit of its power is slower the longer it works.
     """
     engine, lengths = bench.engine, [int(num) for num in options.tokens]
     graphs = bench.chunk_graphs()
     speed = product_speed()
-    print(f"{speed / 1e12:.1f} T operations/s; milliseconds until the first token is on the host")
-    print("batch tokens" + "".join(f"{name:>14}      min      max" for name in graphs), "   floor")
     rows: list[dict[str, Any]] = []
     for (batch, _, sampling), num_tokens in itertools.product(cases, lengths):
         case = Case(batch, num_tokens, sampling)
@@ -143,15 +135,10 @@ def measure_prefill(
             times[name] += [1e3 * took_s] * (number > 1)  # the first ones warm up
             paths[name] = bench.path
         floor = prefill_floor_ms(engine, batch, num_tokens, bandwidth, speed)
-        ways = {
-            name: {"path": paths[name], "median_ms": statistics.median(of), "times_ms": of}
-            for name, of in times.items()
-        }
-        figures = "".join(
-            f"{statistics.median(of):14.3f}{min(of):9.3f}{max(of):9.3f}" for of in times.values()
-        )
-        print(f"{batch:5}{num_tokens:7}{figures}{floor:9.3f}  {', '.join(paths.values())}")
-        rows.append({"batch": batch, "tokens": num_tokens, "floor_ms": floor, "graphs": ways})
+        for name, of in times.items():
+            about = {"batch": batch, "tokens": num_tokens, "launch": name, "path": paths[name]}
+            told_as = f"{batch} x {num_tokens}, {name}, {paths[name]}"
+            rows.append(about | told(told_as, of, "ms", floor))
     return rows
 
 
@@ -166,11 +153,7 @@ def parsed() -> tuple[argparse.Namespace, list[Case]]:
     add("--repeat", type=int, default=3)
     add("--sampling", default="greedy", choices=sorted(SAMPLINGS))
     add("--also", default="", help="more of it: top_p@32,random; without @: of every batch")
-    add(
-        "--profile",
-        type=Path,
-        help="chrome trace of the largest batch: 20 steps, or the longest prompts",
-    )
+    add("--profile", type=Path, help="chrome trace of the largest batch, or the longest prompts")
     options = made.parse_args()
 
     def cases(batches: str, sampling: str) -> list[Case]:
@@ -198,7 +181,6 @@ def main() -> None:
     engine = bench.engine
     with torch.inference_mode():
         bandwidth = read_bandwidth()
-        print(f"read bandwidth {bandwidth / 1e9:.0f} GB/s")
     measure = measure_decode if options.phase == "decode" else measure_prefill
     rows = measure(bench, cases, options, bandwidth)
     if options.profile:

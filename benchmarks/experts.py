@@ -8,6 +8,7 @@ products at the speed of one large product. `--parts` has the kernels of one lay
 On a CPU (`--model tiny`) it checks that everything runs; the times mean nothing.
 """
 
+import argparse
 import statistics
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.output import ints, parser, shown, write
-from benchmarks.timing import DEVICE, Layers, layers_times, product_speed, read_bandwidth
+from benchmarks.timing import DEVICE, Case, product_speed, read_bandwidth, timed
 from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.ops.experts.product import expert_products
@@ -80,11 +81,10 @@ def main() -> None:
     add("--tokens", type=ints, default="1,8,32,128,256,512,2048,8192", help="of steps, by commas")
     add("--layers", type=int, default=8)
     add("--eight", action="store_true", help="weights in e4m3, with scales as of blocks")
-    add("--parts", action="store_true", help="the kernels of each case, too")
+    add("--parts", action="store_true", default=argparse.SUPPRESS, help="each case's kernels, too")
     add("--replays", type=int, default=30)
     options = made.parse_args()
     bandwidth, speed, figures = read_bandwidth(), product_speed(), []
-    print(f"reads {bandwidth / 1e9:.1f} GB/s, products {speed / 1e12:.1f} TFLOP/s")
     experts = Experts(options.model, options.layers, eight=options.eight)
     numbers = 3 * experts.size * experts.shape.width  # of an expert's weights
     for count in options.tokens:
@@ -93,10 +93,8 @@ def main() -> None:
         reading = distinct * numbers * experts.ups[0].element_size() / bandwidth
         multiplying = 2 * count * experts.shape.top_k * numbers / speed
         floor_us = 1e6 * max(reading, multiplying)
-        case = Layers(f"{count} tokens, {distinct:.1f} experts", experts.run(x), floor_us)
-        figures.append(
-            {"tokens": count, "distinct": distinct} | layers_times(case, options.layers, options)
-        )
+        name = f"{count} tokens, {distinct:.1f} experts"
+        figures += timed(Case(name, {"": experts.run(x)}, options.layers, floor_us), options)
     write(options.json, {"options": shown(options), "figures": figures})
 
 

@@ -11,7 +11,6 @@ numbers, and they are checked. The floor is the weights' bytes over the read ban
 `layers` is the step without the head. On a CPU (`--model tiny`) it checks that everything runs.
 """
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.output import ints, parser, shown, write
-from benchmarks.timing import DEVICE, read_bandwidth, spread, times_ms
+from benchmarks.timing import DEVICE, Case, read_bandwidth, timed
 from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.ops.product import product
 from worker.ops.scaled import eight_bits, scaled_product
@@ -60,16 +59,21 @@ MODELS = {
 class Step:
     """The weights of one decode step."""
 
-    def __init__(self, products: list[Product], device: str, dtype: torch.dtype) -> None:
-        self.products, self.device, self.dtype = products, device, dtype
-        generator = torch.Generator(device).manual_seed(0)
+    def __init__(self, products: list[Product]) -> None:
+        self.products = products
+        generator = torch.Generator(DEVICE).manual_seed(0)
 
         def drawn(item: Product) -> Tensor:
-            weight = torch.empty(item.n, item.k, device=device, dtype=dtype)
+            weight = torch.empty(item.n, item.k, device=DEVICE, dtype=torch.bfloat16)
             return weight.normal_(0, item.k**-0.5, generator=generator)
 
         self.weights = {item.name: [drawn(item) for _ in range(item.count)] for item in products}
-        self.num_bytes = sum(w.nbytes for weights in self.weights.values() for w in weights)
+
+    def num_bytes(self, part: str) -> int:
+        """Of the weights of a product, of the "step", or of its "layers", which have no head."""
+        named = {name: sum(w.nbytes for w in of) for name, of in self.weights.items()}
+        whole = sum(named.values())
+        return named.get(part, whole if part == "step" else whole - named["head"])
 
     def run(self, x: Tensor, multiply: Multiply, *, head: bool = True) -> Tensor:
         """The whole step, or all of it but the head; returns the last output."""
@@ -123,79 +127,37 @@ class EightBits:
         return scaled_product(*eight_bits(x), *found, x.dtype, True)
 
 
-def error(got: Tensor, expected: Tensor) -> float:
-    """Relative, in the 2-norm."""
-    return float((got.double() - expected.double()).norm() / expected.double().norm())
-
-
-def measure(
-    step: Step, m: int, replays: int, libraries: list[str], eight: EightBits | None = None
-) -> dict[str, Any]:
-    """Times for m rows, whole step and product by product, and how far the results differ."""
-    x = torch.randn(m, max(item.k for item in step.products), device=step.device).to(step.dtype)
-    ways = {name: library(name) for name in libraries} | {"product": product}
-    if eight is not None:
-        ways["fp8"] = eight
-
-    def timed(run: Callable[..., Tensor], *first: Any, **more: Any) -> dict[str, dict[str, float]]:
-        runs = {name: partial(run, *first, x, way, **more) for name, way in ways.items()}
-        times = times_ms(runs, step.device, replays)
-        return {name: spread(of) for name, of in times.items()}
-
-    row: dict[str, Any] = {"m": m, "layers": timed(step.run, head=False), "step": timed(step.run)}
-    row["products"] = {item.name: timed(step.run_one, item) for item in step.products}
-    results = {name: step.run(x, way) for name, way in ways.items()}
-    errors = {name: error(of, results[libraries[0]]) for name, of in results.items()}
-    row["fp8_error"] = errors.pop("fp8", 0.0)
-    row["errors"] = errors
-    return row
-
-
-def print_row(row: dict[str, Any]) -> None:
-    """One line a way to multiply."""
-    for name, took in row["step"].items():
-        by_product = " ".join(
-            f"{item}={1e3 * ways[name]['median_ms']:.0f}" for item, ways in row["products"].items()
-        )
-        print(
-            f"m={row['m']:3d} {name:15s} {took['median_ms']:.3f} ms "
-            f"[{took['p10_ms']:.3f}, {took['p90_ms']:.3f}] "
-            f"layers {row['layers'][name]['median_ms']:.3f}  all of one product, us: {by_product}",
-            flush=True,
-        )
-    print(
-        f"      largest difference of results: {max(row['errors'].values()):.2g}; "
-        f"in eight bits {row['fp8_error']:.2g}",
-        flush=True,
-    )
-
-
-def parsed() -> argparse.Namespace:
-    """The command line."""
+def main() -> None:
+    """Measure, print a line a way, write the figures."""
     made = parser(__doc__)
     add = made.add_argument
     add("--model", choices=sorted(MODELS), default="qwen3-8b")
     add("--m", type=ints, default="1,8,16,32,64", help="rows, by commas")
-    add("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    add("--device", default=DEVICE)
     add("--replays", type=int, default=30)
     add("--eight", action="store_true", help="the same weights in e4m3, too: way fp8")
     add("--libraries", default="cublas", help="cublas, cublaslt or both, by commas")
-    return made.parse_args()
-
-
-def main() -> None:
-    """Measure, print a table, write the figures."""
-    options = parsed()
-    step = Step(MODELS[options.model], options.device, getattr(torch, options.dtype))
-    read_gb_s = read_bandwidth() / 1e9
-    floor_ms = step.num_bytes / read_gb_s / 1e6
-    print(f"reads {read_gb_s:.1f} GB/s, floor {floor_ms:.3f} ms")
-    about = {"options": shown(options), "read_gb_s": read_gb_s, "floor_ms": floor_ms, "rows": []}
-    eight = EightBits(step) if options.eight else None
+    options = made.parse_args()
+    step, read_gb_s = Step(MODELS[options.model]), read_bandwidth() / 1e9
+    ways = {name: library(name) for name in options.libraries.split(",")} | {"product": product}
+    if options.eight:
+        ways["fp8"] = EightBits(step)
+    about: dict[str, Any] = {"options": shown(options), "read_gb_s": read_gb_s, "rows": []}
     for m in options.m:
-        about["rows"].append(measure(step, m, options.replays, options.libraries.split(","), eight))
-        print_row(about["rows"][-1])
+        x = torch.randn(m, max(item.k for item in step.products), device=DEVICE).bfloat16()
+        parts = {"step": step.run, "layers": partial(step.run, head=False)}
+        parts |= {item.name: partial(step.run_one, item) for item in step.products}
+        for name, run in parts.items():
+            floor_us = step.num_bytes(name) / read_gb_s / 1e3
+            case = Case(
+                f"m={m}, {name}", {way: partial(run, x, ways[way]) for way in ways}, 1, floor_us
+            )
+            about["rows"] += [{"m": m, **row} for row in timed(case, options)]
+        results = {way: step.run(x, multiply).double() for way, multiply in ways.items()}
+        first, *others = results
+        for way in others:  # relative, in the 2-norm
+            error = float((results[way] - results[first]).norm() / results[first].norm())
+            about["rows"].append({"m": m, "way": way, "error": error})
+            print(f"m={m}, {way} differs from {first} by {error:.2g}", flush=True)
         write(options.json, about)
 
 

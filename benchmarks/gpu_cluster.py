@@ -19,21 +19,21 @@ KVLANE_JUDGES_NAMESPACE is set.
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks import served, serving
+from benchmarks.load.__main__ import main as load
 from benchmarks.load.records import SIMULATED
 from benchmarks.load.result import read
 from benchmarks.output import described, ints, shown, write
-from benchmarks.served import REPOSITORY, enter_namespace, make_model, serving
+from benchmarks.served import REPOSITORY, enter_namespace, get, make_model
 
 PULLED = "kvlane_kv_pulled_bytes_total"
 
@@ -86,24 +86,16 @@ def run_load(
     url: str, model: Path, path: Path, options: argparse.Namespace, kind: str, at_a_time: int
 ) -> int:
     """Run `benchmarks.load`, or with --loads `benchmarks.serving`, against `url`; its exit code."""
-    harness, num = ("serving" if options.loads else "load"), str(at_a_time)
+    harness, num = (serving.main if options.loads else load), str(at_a_time)
     arguments = ["--name", kind, "--rates", options.loads, "--full", num]
     if not options.loads:
         lengths = f"synthetic:{options.prompt_len},{options.output_len}"
         arguments = ["--source", lengths, "--concurrency", num, "--warmup", num]
         arguments += ["--num", str(options.num), "--repeat", str(options.repeat)]
-    command = [
-        sys.executable, "-m", f"benchmarks.{harness}", "--url", url, "--endpoint", "completions",
-        "--extra", '{"temperature": 0}', "--tokenizer", str(model), "--quiet", "--json", str(path),
-        *arguments,
-    ]  # fmt: skip
-    return subprocess.run(command, cwd=REPOSITORY, check=False).returncode
-
-
-def get(url: str) -> str:
-    """A body."""
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        return answer.read().decode()
+    return harness([
+        "--url", url, "--endpoint", "completions", "--extra", '{"temperature": 0}', "--tokenizer",
+        str(model), "--quiet", "--json", str(path), *arguments,
+    ])  # fmt: skip
 
 
 def totals(url: str) -> dict[str, float]:
@@ -135,7 +127,7 @@ def measure(options: argparse.Namespace, model: Path, kind: str) -> int:
     sets = [word for each in options.set for word in ("--set", each)]
     began = time.monotonic()
     try:
-        with serving(["--config", str(config), *sets], options.port, keep=out) as url:
+        with served.serving(["--config", str(config), *sets], options.port, keep=out) as url:
             start_s = time.monotonic() - began
             print(f"{kind}: ready after {start_s:.1f} s", flush=True)
             codes = [run_load(url, model, path, options, kind, num) for num, path in paths.items()]
@@ -158,9 +150,9 @@ def measure(options: argparse.Namespace, model: Path, kind: str) -> int:
         num_asked = options.repeat * options.num
         if options.loads:
             num_asked = sum(counts["sent"] for counts in requests)
-        served = sum(counts["served"] for counts in requests)
-        is_whole &= served >= num_asked
-        print(f"{path.stem}: {served} of {num_asked} served", flush=True)
+        num_served = sum(counts["served"] for counts in requests)
+        is_whole &= num_served >= num_asked
+        print(f"{path.stem}: {num_served} of {num_asked} served", flush=True)
     print(f"{pulled / 1e9:.3f} GB of KV pulled", flush=True)
     return next(filter(None, codes), 0 if is_whole else 1)
 

@@ -18,7 +18,6 @@ import msgspec
 import torch
 from torch import nn
 
-from benchmarks import routes
 from benchmarks.output import ints
 from benchmarks.ranks import led_engine
 from benchmarks.timing import synchronize
@@ -69,7 +68,6 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--drafter", type=Path, help="a config.json of a drafter, which gets random weights")
     add("--widths", type=ints, default=[1], help="of verify windows: 1,2,4,8,16")
     add("--graph", default="", help="of engine.graph, for the phase")
-    add("--routing", default="real", choices=routes.KINDS, help="of experts; see benchmarks.routes")
 
 
 def backends(text: str) -> str | dict[str, str]:
@@ -84,8 +82,6 @@ def build(
 
     max_tokens: of all prompts of a batch together, if not each has options.prompt_len.
     """
-    assert options.routing == "real" or options.tp == 1, "other ranks are other processes"
-    routes.install(options.routing)
     with tempfile.TemporaryDirectory(prefix="kvlane-bench-") as folder:
         place = Path(folder)
         config = json.loads(options.model_config.read_text())

@@ -9,6 +9,7 @@ Prompts are one request, from position 0. `--parts` has the kernels of one layer
 On a CPU (`--model tiny`) it checks that everything runs; the times mean nothing.
 """
 
+import argparse
 import itertools
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.output import ints, parser, shown, write
-from benchmarks.timing import DEVICE, Layers, layers_times, read_bandwidth
+from benchmarks.timing import DEVICE, Case, read_bandwidth, timed
 from worker.attention.recurrent.delta_net import (
     DeltaState,
     DeltaWeights,
@@ -91,17 +92,18 @@ def main() -> None:
     add("--rows", type=ints, default="1,8,32,128,256", help="rows of decode steps, by commas")
     add("--widths", type=ints, default="1,4", help="of their windows, by commas")
     add("--tokens", type=ints, default=[], help="prompts of these lengths instead, by commas")
-    add("--parts", action="store_true", help="the kernels of each case, too")
+    add("--parts", action="store_true", default=argparse.SUPPRESS, help="each case's kernels, too")
     add("--replays", type=int, default=30)
     options = made.parse_args()
     bandwidth = read_bandwidth()
-    print(f"reads {bandwidth / 1e9:.1f} GB/s")
     net = Net(options.model, 1 if options.tokens else max(options.rows), max(options.widths))
-    cases = [Layers(f"{tokens} tokens", net.prompt(tokens)) for tokens in options.tokens]
-    for rows, width in itertools.product([] if cases else options.rows, options.widths):
-        floor_us = 2e6 * rows * net.region.slot_bytes / net.num_layers / bandwidth
-        cases.append(Layers(f"{rows} rows, width {width}", net.decode(rows, width), floor_us))
-    figures = [layers_times(case, net.num_layers, options) for case in cases]
+    num, figures = net.num_layers, []
+    for tokens in options.tokens:
+        figures += timed(Case(f"{tokens} tokens", {"": net.prompt(tokens)}, num), options)
+    for rows, width in itertools.product([] if figures else options.rows, options.widths):
+        floor_us = 2e6 * rows * net.region.slot_bytes / num / bandwidth
+        case = Case(f"{rows} rows, width {width}", {"": net.decode(rows, width)}, num, floor_us)
+        figures += timed(case, options)
     write(options.json, {"options": shown(options), "figures": figures})
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -77,6 +78,12 @@ def make_model(model_config: Path, place: Path) -> None:
     words = tokenizer["model"]["vocab"]
     words |= {f"\u0120{token}": token for token in range(len(words), size)}  # \u0120 is a space
     (place / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+
+
+def get(url: str) -> str:
+    """What a URL answers."""
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read().decode()
 
 
 def wait_ready(server: subprocess.Popen[bytes], output: Path) -> None:

@@ -13,7 +13,6 @@ come from kvlane alone.
 """
 
 import argparse
-import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from pathlib import Path
 from benchmarks.load import measurement, options, result
 from benchmarks.load.measure import STAGES
 from benchmarks.load.records import Result
-from benchmarks.load.report import STYLES, aligned, ms, percent, pick
+from benchmarks.load.report import aligned, ms, percent, pick, side_by_side
 from benchmarks.output import described
 
 RATES = "16,32,48,full"  # requests per second
@@ -29,16 +28,6 @@ LENGTHS = "64+lognormal(446,0.5),32+lognormal(270,0.4)"  # tokens in and out
 FULL_LENGTHS = "512,256"
 OBJECTIVES = "ttft=300ms,itl=8ms"
 GOOD_SHARE = 0.9  # of requests: what the highest rate is asked to hold
-COLUMNS = (
-    ("TTFT p50", ("latency", "ttft_s", "p50")),
-    ("p99", ("latency", "ttft_s", "p99")),
-    ("inter-token p50", ("latency", "tpot_s", "p50")),
-    ("p99", ("latency", "tpot_s", "p99")),
-    ("gap p99", ("latency", "gaps_s", "p99")),
-    ("p99.9", ("latency", "gaps_s", "p99.9")),
-    ("tokens/s", ("throughput", "output_tokens_per_s")),
-    ("good", ("goodput", "share")),
-)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,34 +74,26 @@ def measure(argv: Sequence[str]) -> Result:
 
 def report(results: Sequence[Result]) -> list[str]:
     """The table of all loads, the stages at each load, and the highest rate of each server."""
-    rows, stages, ends = [["ms", "", *(label for label, _ in COLUMNS)]], [], list[str]()
-    names = (*STAGES, "unaccounted_s")
     by_load = [
-        (server, dict(zip(server.workload["loads"], server.summaries, strict=True)))
+        (server.workload["name"], zip(server.workload["loads"], server.summaries, strict=True))
         for server in results
     ]
-    loads = dict.fromkeys(load for _, summaries in by_load for load in summaries)
-    for load, (server, summaries) in itertools.product(loads, by_load):
-        if load not in summaries:
-            continue
-        figures = summaries[load]
-        head = [load if load == "full" else f"{load}/s", str(server.workload["name"])]
-        rows.append([*head, *(STYLES[path[0]](pick(figures, *path)) for _, path in COLUMNS)])
-        if figures["stages"]:
-            stages.append([*head, *(ms(pick(figures, "stages", name, "p50")) for name in names)])
-        if failed := figures["requests"]["failed"]:
-            ends.append(f"{' '.join(head)}: {failed} requests FAILED")
-        if not figures["harness_ok"]:
-            ends.append(f"{' '.join(head)}: {figures['harness_says']}")
-    for server, summaries in by_load:
-        rates = {load: of["goodput"]["share"] for load, of in summaries.items() if load != "full"}
-        held = [float(load) for load, share in rates.items() if (share or 0.0) >= GOOD_SHARE]
-        best = f"{max(held):g}/s" if held else "none"
-        name = server.workload["name"]
-        ends.append(f"{name}: highest rate with {percent(GOOD_SHARE)} good: {best}")
+    figures = {(load, name): of for name, loads in by_load for load, of in loads}
+    names = (*STAGES, "unaccounted_s")
     titles = [f"{name[:-2].replace('_', ' ')} p50" for name in names]
-    below = ["", *aligned([["ms", "", *titles], *stages])] if stages else []
-    return [*aligned(rows), *below, "", *ends]
+    rows, stages, held = [], [["ms", *titles]], dict[str, float]()
+    for load in dict.fromkeys(load for load, _ in figures):
+        for (_, name), of in ((key, of) for key, of in figures.items() if key[0] == load):
+            rows.append((f"{load if load == 'full' else load + '/s'}  {name}", [of]))
+            if of["stages"]:
+                stages.append([rows[-1][0], *(ms(pick(of, "stages", n, "p50")) for n in names)])
+            held.setdefault(name, 0.0)
+            if load != "full" and (of["goodput"]["share"] or 0.0) >= GOOD_SHARE:
+                held[name] = max(held[name], float(load))
+    rates = {name: f"{rate:g}/s" if rate else "none" for name, rate in held.items()}
+    ends = [f"{name}: highest rate with {percent(GOOD_SHARE)} good: {rates[name]}" for name in held]
+    below = ["", *aligned(stages)] if len(stages) > 1 else []
+    return [*side_by_side(rows), *below, "", *ends]
 
 
 def main(argv: Sequence[str]) -> int:

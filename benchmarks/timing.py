@@ -35,7 +35,9 @@ def read_bandwidth() -> float:
     """Bytes per second at which this device reads memory once."""
     num_bytes = 4 << 30 if DEVICE == "cuda" else 256 << 20
     source = torch.ones(num_bytes // 8, dtype=torch.int64, device=DEVICE)
-    return num_bytes / best_s(source.sum)
+    speed = num_bytes / best_s(source.sum)
+    print(f"reads {speed / 1e9:.1f} GB/s")
+    return speed
 
 
 def product_speed() -> float:
@@ -45,18 +47,18 @@ def product_speed() -> float:
     """
     size, dtype = (8192, torch.bfloat16) if DEVICE == "cuda" else (512, torch.float32)
     a, b = (torch.randn(size, size, dtype=dtype, device=DEVICE) for _ in range(2))
-    return 2 * size**3 / best_s(lambda: torch.mm(a, b))
+    speed = 2 * size**3 / best_s(lambda: torch.mm(a, b))
+    print(f"products {speed / 1e12:.1f} TFLOP/s")
+    return speed
 
 
-def times_ms(
-    runs: Mapping[str, Callable[[], object]], device: str, replays: int
-) -> dict[str, list[float]]:
+def times_ms(runs: Mapping[str, Callable[[], object]], replays: int) -> dict[str, list[float]]:
     """Milliseconds of each replay of each run, by name; on a CPU of a single call.
 
     On a GPU each run is captured in one graph. The graphs take turns, because a GPU at the limit of
     its power slows down the longer it works.
     """
-    if device == "cpu":
+    if DEVICE == "cpu":
         return {name: [1e3 * best_s(run, 2)] for name, run in runs.items()}
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     for name, run in runs.items():
@@ -78,48 +80,47 @@ def times_ms(
     return {name: [a.elapsed_time(b) for a, b in pairs] for name, pairs in marks.items()}
 
 
-def spread(times: Sequence[float]) -> dict[str, float]:
-    """Median and the 10th and 90th percentile of milliseconds."""
-    ordered = sorted(times)
-    return {
-        "median_ms": statistics.median(ordered),
-        "p10_ms": ordered[len(ordered) // 10],
-        "p90_ms": ordered[len(ordered) * 9 // 10],
-    }
-
-
-class Layers(NamedTuple):
-    """What is timed of some layers, in one graph, and the least that a layer could take."""
+class Case(NamedTuple):
+    """What is timed, in one graph, and the least that it could take."""
 
     name: str
-    work: Callable[[], object]  # all layers
+    ways: Mapping[str, Callable[[], object]]  # to do it, by name; they take turns
+    per: int = 1  # layers, of one of which the figures are
     floor_us: float = 0.0  # of a layer; 0: not known
 
 
-def layers_times(case: Layers, num_layers: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Microseconds of a layer, of --replays, and with --parts of its kernels; prints them."""
-    times = times_ms({"": case.work}, DEVICE, options.replays)[""]
-    layer_us = [1e3 * took_ms / num_layers for took_ms in times]
-    median, floor_us = statistics.median(layer_us), case.floor_us
-    beside = f", floor {floor_us:.1f}, {floor_us / median:.0%} of it" if floor_us else ""
-    between = f"{min(layer_us):.1f} to {max(layer_us):.1f}"
-    print(f"{case.name:32} {median:9.1f} us a layer ({between}){beside}", flush=True)
-    parts = kernels_us(case.work, num_layers) if options.parts else {}
-    for kernel, took_us in parts.items():
-        print(f"    {kernel:30} {took_us:9.1f}")
-    return {"case": case.name, "layer_us": layer_us, "floor_us": floor_us, "parts": parts}
+def told(name: str, times: Sequence[float], unit: str, floor: float = 0.0) -> dict[str, Any]:
+    """Prints what a case took, beside the least that it could take (0: not known); its figures."""
+    took = sorted(times)
+    median, p10, p90 = statistics.median(took), took[len(took) // 10], took[len(took) * 9 // 10]
+    beside = f", floor {floor:.3f}, {floor / median:.0%} of it" if floor else ""
+    print(f"{name:44} {median:10.3f} {unit} ({took[0]:.3f} to {took[-1]:.3f}){beside}", flush=True)
+    spread = {f"median_{unit}": median, f"p10_{unit}": p10, f"p90_{unit}": p90}
+    return spread | {f"times_{unit}": list(times), f"floor_{unit}": floor}
+
+
+def timed(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each way: microseconds a layer of --replays, with --parts its kernels; printed."""
+    rows: list[dict[str, Any]] = []
+    for way, times in times_ms(case.ways, options.replays).items():
+        took_us = [1e3 * took_ms / case.per for took_ms in times]
+        row: dict[str, Any] = {"case": case.name, "way": way}
+        row |= told(f"{case.name} {way}", took_us, "us", case.floor_us)
+        row["parts"] = kernels_us(case.ways[way], case.per) if "parts" in options else {}
+        rows.append(row)
+    return rows
 
 
 def kernels_us(work: Callable[[], object], num_layers: int) -> dict[str, float]:
-    """Microseconds a layer of each kernel, by the profiler."""
+    """Microseconds a layer of each kernel, by the profiler; printed."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         work()
         synchronize()
-    return {
-        event.key: event.device_time_total / num_layers
-        for event in seen.key_averages()
-        if "kernel" in event.key
-    }
+    kernels = (event for event in seen.key_averages() if "kernel" in event.key)
+    parts = {event.key: event.device_time_total / num_layers for event in kernels}
+    for kernel, took_us in parts.items():
+        print(f"    {kernel:40} {took_us:10.3f}")
+    return parts
 
 
 def profile(path: Path, work: Callable[[], object]) -> None:

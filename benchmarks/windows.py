@@ -38,40 +38,33 @@ class Rate:
     accept: float  # tokens of a step that were asked for; 1 without speculation
     overlap: bool = True
     steps: int = 0
-    tokens: int = 0
+    tokens: int = 0  # of all rows
     seconds: float = 0.0
-    widths: list[int] = field(default_factory=list)  # of each step
+    widths: Counter[int] = field(default_factory=Counter)  # steps by their width
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Of all rows."""
-        return self.tokens / self.seconds
+    def line(self, plain: dict[int, float]) -> str:
+        """What is printed; plain: tokens a second without speculation, by rows."""
+        per_s, accepted = self.tokens / self.seconds, self.tokens / self.steps / self.rows
+        how = f"{self.rows} rows, width {self.width}{', sync' * (not self.overlap)}"
+        took = f"{1e3 * self.seconds / self.steps:.3f} ms a step, {accepted:.3f} accepted"
+        times = per_s / plain.get(self.rows, per_s)
+        asked = f"{self.accept:.2f} asked, {per_s:.0f} tokens/s, {times:.3f} x none"
+        return f"{how}: {took} of {asked}; share of each width {self.shares()}"
 
-    @property
     def shares(self) -> dict[int, float]:
         """Of the steps, by width."""
-        return {width: round(num / self.steps, 3) for width, num in Counter(self.widths).items()}
-
-    def line(self, plain: float) -> str:
-        """A row of the table; plain: tokens a second without speculation."""
-        accepted = self.tokens / self.steps / self.rows
-        step_ms = 1e3 * self.seconds / self.steps  # from one step's end to the next one's
-        width = self.width + "s" * (not self.overlap)
-        return (
-            f"{self.rows:5} {width:>5} {self.accept:7.2f}{step_ms:9.3f}{accepted:9.3f}"
-            f"{self.tokens_per_s:10.0f}{self.tokens_per_s / plain:8.3f}  {self.shares}"
-        )
+        return {width: round(num / self.steps, 3) for width, num in self.widths.items()}
 
     def written(self) -> dict[str, Any]:
         """For the JSON file."""
-        return asdict(replace(self, widths=[])) | {"widths": self.shares}
+        return asdict(self) | {"widths": self.shares()}
 
 
 def run(bench: Bench, rate: Rate, widths: list[int], options: argparse.Namespace) -> Rate:
     """Decode until `rate` has options.steps steps and options.windows windows."""
     policy = bench.verify_with(widths, chosen=len(widths) > 1)
     bench.overlap = rate.overlap
-    once(bench, replace(rate, widths=[]), policy, options)  # warms up
+    once(bench, replace(rate, widths=Counter()), policy, options)  # warms up
     while rate.steps < options.steps or rate.steps * rate.rows < options.windows:
         once(bench, rate, policy, options)
     return rate
@@ -93,26 +86,11 @@ def once(bench: Bench, rate: Rate, policy: WidthPolicy, options: argparse.Namesp
             rate.steps += 1
             rate.seconds += now - began
             rate.tokens += num_tokens
-            rate.widths.append(plan.width)
+            rate.widths[plan.width] += 1
         began = now
 
     sampling = Sampling(options.output_len, ignore_eos=True, temperature=0.0)
     bench.generate(rate.rows, options.prompt_len, sampling, seed=0, watch=count)
-
-
-def parse() -> argparse.Namespace:
-    """The command line."""
-    made = parser(__doc__)
-    add_engine_options(made)
-    add = made.add_argument
-    add("--batch", type=ints, default=[1, 8, 32, 64, 128, 256], help="rows")
-    add("--fixed", default="", metavar="5x3.3@1", help="width x accepted @ rows; several")
-    add("--sync", default="", metavar="5x3.3@1", help="the same, without overlap")
-    add("--accept", default="", help="tokens of a step, on average, that widths are chosen for")
-    add("--steps", type=int, default=600, help="of each line, at least")
-    add("--windows", type=int, default=4000, help="of each line, at least: of all rows together")
-    made.set_defaults(widths=[1, 2, 4, 8], cached=True, output_len=256, phase="decode")
-    return made.parse_args()
 
 
 def wanted(options: argparse.Namespace) -> list[Rate]:
@@ -148,21 +126,29 @@ def measured(
                 for (rows, width), took_s in bench.engine.step_s.items()
                 if rows == rate.rows and width in widths
             ]
-            line = rate.line(plain.get(rate.rows, rate.tokens_per_s))
-            print(line, " replay ms", ", ".join(alone_ms), flush=True)
+            print(rate.line(plain), "; replay ms", ", ".join(alone_ms), flush=True)
     bench.engine.close()
     return rates, start_s
 
 
 def main() -> None:
-    """Measure, print a table, write JSON."""
-    options = parse()
+    """Measure, print lines, write JSON."""
+    made = parser(__doc__)
+    add_engine_options(made)
+    add = made.add_argument
+    add("--batch", type=ints, default=[1, 8, 32, 64, 128, 256], help="rows")
+    add("--fixed", default="", metavar="5x3.3@1", help="width x accepted @ rows; several")
+    add("--sync", default="", metavar="5x3.3@1", help="the same, without overlap")
+    add("--accept", default="", help="tokens of a step, on average, that widths are chosen for")
+    add("--steps", type=int, default=600, help="of each line, at least")
+    add("--windows", type=int, default=4000, help="of each line, at least: of all rows together")
+    made.set_defaults(widths=[1, 2, 4, 8], cached=True, output_len=256, phase="decode")
+    options = made.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     print("acceptance is SIMULATED")
-    print(" rows width  accept  step ms accepted   tokens/s  x none  share of each width")
     alone = argparse.Namespace(**{**vars(options), "widths": [1], "drafter": None})
     plain, plain_start_s = measured(alone, [Rate(rows, "1", 1) for rows in options.batch], {})
-    speeds = {rate.rows: rate.tokens_per_s for rate in plain}
+    speeds = {rate.rows: rate.tokens / rate.seconds for rate in plain}
     rates, start_s = measured(options, wanted(options), speeds)
     print(f"seconds of a start: {plain_start_s:.1f} without a drafter, {start_s:.1f} with")
     about = {"options": shown(options), "simulated": True, "start_s": [plain_start_s, start_s]}

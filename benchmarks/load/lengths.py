@@ -12,12 +12,14 @@ and a pair of lengths is `IN,OUT`.
 """
 
 import math
+import re
 from collections.abc import Callable
 
 from numpy.random import Generator
 
 Length = Callable[[Generator], int]
 Pair = Callable[[Generator], tuple[int, int]]
+OUTSIDE = r"(?![^(]*\))"  # of brackets
 
 
 def length(text: str, part: str) -> Length:
@@ -26,16 +28,13 @@ def length(text: str, part: str) -> Length:
     if plus:
         one, other = length(first, part), length(second, part)
         return lambda rng: one(rng) + other(rng)
-    name, bracket, rest = text.partition("(")
-    if bracket:
-        if name not in ("normal", "lognormal") or not rest.endswith(")"):
+    if "(" in text:
+        law = re.fullmatch(r"(normal|lognormal)\(([^,]*),([^,]*)\)", text)
+        if law is None:
             raise ValueError(f"{part}: {text!r} is not normal(MEAN,SD) or lognormal(MEDIAN,SIGMA)")
-        pieces = split(rest[:-1], ",")
-        if len(pieces) != 2:
-            raise ValueError(f"{part}: {name} takes two numbers, not {rest[:-1]!r}")
-        middle = number(pieces[0], f"{part}: {name}", low=1)
-        spread = number(pieces[1], f"{part}: {name}")
-        if name == "normal":
+        middle = number(law[2], f"{part}: {law[1]}", low=1)
+        spread = number(law[3], f"{part}: {law[1]}")
+        if law[1] == "normal":
             return lambda rng: max(1, round(rng.normal(middle, spread)))
         return lambda rng: max(1, round(rng.lognormal(math.log(middle), spread)))
     low_text, dash, high_text = text.partition("-")
@@ -49,8 +48,7 @@ def length(text: str, part: str) -> Length:
 def pair(text: str, what: str) -> Pair:
     """A drawer of (prompt, answer) lengths; raises ValueError, which names `what` and the part."""
     parts = fields(text, ("IN", "OUT"), what)
-    num_in = length(parts["IN"], f"{what}: IN")
-    num_out = length(parts["OUT"], f"{what}: OUT")
+    num_in, num_out = (length(parts[name], f"{what}: {name}") for name in parts)
     return lambda rng: (num_in(rng), num_out(rng))
 
 
@@ -60,17 +58,6 @@ def clip(num_in: int, num_out: int, room: int | None) -> tuple[int, int]:
         return num_in, num_out
     num_out = min(num_out, max(1, room // 2))
     return max(1, min(num_in, room - num_out)), num_out
-
-
-def split(text: str, separator: str) -> list[str]:
-    """`text` in pieces at each `separator` outside of round brackets, without outer spaces."""
-    pieces, depth, begin = [], 0, 0
-    for index, character in enumerate(text):
-        depth += (character == "(") - (character == ")")
-        if character == separator and depth == 0:
-            pieces.append(text[begin:index].strip())
-            begin = index + 1
-    return [*pieces, text[begin:].strip()]
 
 
 def number(text: str, part: str, *, low: float = 0.0, above: bool = False) -> float:
@@ -86,18 +73,15 @@ def number(text: str, part: str, *, low: float = 0.0, above: bool = False) -> fl
 
 def whole(text: str, part: str, *, low: int = 0) -> int:
     """The whole number `text`, at least `low`; raises ValueError, which names `part`."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise ValueError(f"{part}: {text!r} is no whole number") from None
-    if value < low:
-        raise ValueError(f"{part}: must be at least {low}, not {text}")
-    return value
+    value = number(text, part, low=low)
+    if value % 1:
+        raise ValueError(f"{part}: {text!r} is no whole number")
+    return int(value)
 
 
 def fields(text: str, names: tuple[str, ...], what: str) -> dict[str, str]:
     """The pieces of `a,b,...` by name; raises ValueError, which names `what`."""
-    pieces = split(text, ",")
+    pieces = [piece.strip() for piece in re.split("," + OUTSIDE, text)]
     if len(pieces) != len(names) or not all(pieces):
         raise ValueError(f"{what}: the form is {what}:{','.join(names)}, not {what}:{text}")
     return dict(zip(names, pieces, strict=True))

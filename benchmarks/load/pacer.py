@@ -12,7 +12,6 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable
 
 now = time.monotonic  # one clock for every process of a host
 
@@ -26,11 +25,11 @@ class _Spec(ctypes.Structure):
 
 
 class Pacer:
-    """Wakes tasks of the loop that entered it, and calls functions in it. A context manager."""
+    """Wakes tasks of the loop that entered it. A context manager."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._due: list[tuple[float, int, Callable[[], object]]] = []
+        self._due: list[tuple[float, int, asyncio.Future[None]]] = []
         self._count = itertools.count()
         self._libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
         self._fd = -1
@@ -52,19 +51,13 @@ class Pacer:
         """Return at `moment` of the monotonic clock, at once if it has passed."""
         if moment <= now():
             return
-        wake = self._loop.create_future()
-        self.at(moment, lambda: wake.done() or wake.set_result(None))  # done: cancelled
-        await wake
-
-    def at(self, moment: float, call: Callable[[], object]) -> None:
-        """Call `call` in the loop at `moment`, or as soon as it can if that has passed."""
         if self._fd < 0:
-            self._loop.call_later(moment - now(), call)
-            return
-        entry = moment, next(self._count), call
+            return await asyncio.sleep(moment - now())
+        entry = moment, next(self._count), self._loop.create_future()
         heapq.heappush(self._due, entry)
         if self._due[0] is entry:
             self._arm(moment)
+        await entry[2]
 
     def _arm(self, moment: float) -> None:
         spec = _Spec(0, 0, *divmod(int(moment * 1e9) + 1, 10**9))  # rounded up; zero would disarm
@@ -77,9 +70,9 @@ class Pacer:
             os.read(self._fd, 8)
         except BlockingIOError:
             return  # it was armed anew between the wake and here
-        try:
-            while self._due and self._due[0][0] <= now():
-                heapq.heappop(self._due)[2]()
-        finally:
-            if self._due:
-                self._arm(self._due[0][0])
+        while self._due and self._due[0][0] <= now():
+            wake = heapq.heappop(self._due)[2]
+            if not wake.cancelled():
+                wake.set_result(None)
+        if self._due:
+            self._arm(self._due[0][0])

@@ -5,6 +5,7 @@ import gzip
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import zlib
 from pathlib import Path
@@ -59,7 +60,7 @@ def machine() -> dict[str, Any]:
     gpus = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     status = output_of("git", "-C", str(REPOSITORY), "status", "--porcelain")
     return {
-        "cpu": cpu_model(),
+        "cpu": cpu_model() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**30, 1),
         "gpus": gpus.splitlines() if gpus else [],
@@ -72,14 +73,11 @@ def machine() -> dict[str, Any]:
     }
 
 
-def cpu_model() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+def cpu_model() -> str | None:
+    """The processor's name, where /proc tells it."""
+    path = Path("/proc/cpuinfo")
+    named = re.search(r"^model name\s*: (.+)$", path.read_text(), re.M) if path.exists() else None
+    return named and named[1]
 
 
 def version_of(package: str) -> str | None:

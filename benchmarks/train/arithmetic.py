@@ -58,6 +58,13 @@ def expand(left: int, op: str, right: int) -> list[Atom]:
     return [Atom(left, op, right - rest, middle), Atom(middle, op, rest, result)]
 
 
+def worked(left: int, op: str, right: int) -> str:
+    """The atoms, behind the operation itself where there are several."""
+    atoms = expand(left, op, right)
+    lead = "" if len(atoms) == 1 else f"{left} {op} {right}. "
+    return lead + ", ".join(map(str, atoms))
+
+
 def _multiply(left: int, right: int) -> list[Atom]:
     """Partial products of single places, added as they come."""
     atoms: list[Atom] = []

@@ -2,10 +2,11 @@
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from tokenizers import Tokenizer
@@ -39,15 +40,42 @@ class FeedForward(nn.Module):
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Projections(nn.Module):
-    """Of an attention; names and shapes are the checkpoint's."""
+Norm: TypeAlias = Callable[[int], nn.Module]  # of vectors of that size
+RMS_NORM: Norm = partial(nn.RMSNorm, eps=EPS)
 
-    def __init__(self, width: int) -> None:
+
+class Attention(nn.Module):
+    """Projections and norms of an attention; names and shapes are the checkpoint's.
+
+    gated: a query head's numbers stand before its gate's.
+    """
+
+    def __init__(self, width: int, norm: Norm | None = None, *, gated: bool = False) -> None:
         super().__init__()
-        self.q_proj = nn.Linear(width, HEADS * HEAD_DIM, bias=False)
+        self.q_proj = nn.Linear(width, (1 + gated) * HEADS * HEAD_DIM, bias=False)
         self.k_proj = nn.Linear(width, KV_HEADS * HEAD_DIM, bias=False)
         self.v_proj = nn.Linear(width, KV_HEADS * HEAD_DIM, bias=False)
         self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias=False)
+        self.q_norm, self.k_norm = (norm(HEAD_DIM) if norm else nn.Identity() for _ in range(2))
+
+
+class Layer(nn.Module):
+    """A layer as Qwen3 has it."""
+
+    def __init__(self, norm: Norm, attention: Attention, inner: int = INNER) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = norm(HIDDEN), norm(HIDDEN)
+        self.self_attn = attention
+        self.mlp = FeedForward(inner)
+
+    def after(self, hidden: Tensor) -> Tensor:
+        """What follows the attention."""
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def heads(x: Tensor, part: nn.Linear) -> Tensor:
+    """[batch, heads, rows, HEAD_DIM]: a projection of x [batch, rows, width]."""
+    return part(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
 
 
 class Drafter(nn.Module):

@@ -13,14 +13,15 @@ from torch.nn import functional
 
 from benchmarks.train.answers import Batch
 from benchmarks.train.base import (
-    EPS,
     HEAD_DIM,
     HEADS,
     HIDDEN,
     KV_HEADS,
+    RMS_NORM,
+    Attention,
     Drafter,
-    FeedForward,
-    Projections,
+    Layer,
+    heads,
 )
 from benchmarks.train.model import bundled_config
 
@@ -31,26 +32,6 @@ BLOCK_SIZE = CONFIG["block_size"]
 BLOCKS = (BLOCK_SIZE, 4, BLOCK_SIZE, BLOCK_SIZE, 2, BLOCK_SIZE)
 
 
-class Attention(Projections):
-    """Projections of a layer's attention, and its norms."""
-
-    def __init__(self) -> None:
-        super().__init__(HIDDEN)
-        self.q_norm = nn.RMSNorm(HEAD_DIM, EPS)
-        self.k_norm = nn.RMSNorm(HEAD_DIM, EPS)
-
-
-class Layer(nn.Module):
-    """A layer as Qwen3 has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(HIDDEN, EPS)
-        self.post_attention_layernorm = nn.RMSNorm(HIDDEN, EPS)
-        self.self_attn = Attention()
-        self.mlp = FeedForward()
-
-
 class BlockDrafter(Drafter):
     """A DFlash drafter."""
 
@@ -58,8 +39,10 @@ class BlockDrafter(Drafter):
 
     def __init__(self, embedding: Tensor) -> None:
         super().__init__(embedding)
-        self.hidden_norm = nn.RMSNorm(HIDDEN, EPS)
-        self.layers = nn.ModuleList(Layer() for _ in range(CONFIG["num_hidden_layers"]))
+        self.hidden_norm = RMS_NORM(HIDDEN)
+        self.layers = nn.ModuleList(
+            Layer(RMS_NORM, Attention(HIDDEN, RMS_NORM)) for _ in range(CONFIG["num_hidden_layers"])
+        )
 
     def learn(self, batch: Batch, number: int) -> Iterator[Tensor]:
         return iter(self(batch, BLOCKS[number % len(BLOCKS)]))
@@ -82,8 +65,8 @@ class BlockDrafter(Drafter):
         before = (batch.slots - 1).clamp(min=0)
         for layer in self.layers:
             assert isinstance(layer, Layer)
-            hidden = hidden + self._attend(layer, hidden, positions, text, before, batch.mask)
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            added = self._attend(layer, hidden, positions, text, before, batch.mask)
+            hidden = layer.after(hidden + added)
         rows = self.norm(hidden[:, :, 1:]).permute(2, 0, 1, 3)
         return functional.linear(rows, self.embedding)
 
@@ -103,9 +86,6 @@ class BlockDrafter(Drafter):
         """
         attn, (num, num_anchors, block, _) = layer.self_attn, hidden.shape
         normed, at = layer.input_layernorm(hidden).flatten(1, 2), positions.flatten(1)
-
-        def heads(x: Tensor, part: nn.Linear) -> Tensor:
-            return part(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
 
         q = self.turn(attn.q_norm(heads(normed, attn.q_proj)), at) * HEAD_DIM**-0.5
         keys = self.turn(attn.k_norm(heads(text, attn.k_proj)), before)

@@ -7,39 +7,28 @@ features up to its anchor, and behind them its own rows of the steps before.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.train.answers import Batch
 from benchmarks.train.base import (
-    EPS,
     HEAD_DIM,
     HEADS,
     HIDDEN,
     KV_HEADS,
+    RMS_NORM,
+    Attention,
     Drafter,
-    FeedForward,
-    Projections,
+    Layer,
+    heads,
 )
 from benchmarks.train.model import bundled_config
 
 CONFIG = bundled_config("tiny-chain")
 TAPS = CONFIG["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-
-
-class Layer(nn.Module):
-    """The drafter's only layer; its attention takes the token beside the feature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(HIDDEN, EPS)
-        self.hidden_norm = nn.RMSNorm(HIDDEN, EPS)
-        self.post_attention_layernorm = nn.RMSNorm(HIDDEN, EPS)
-        self.self_attn = Projections(2 * HIDDEN)
-        self.mlp = FeedForward()
 
 
 class Rows(NamedTuple):
@@ -56,7 +45,13 @@ class ChainDrafter(Drafter):
 
     def __init__(self, embedding: Tensor) -> None:
         super().__init__(embedding)
-        self.midlayer = Layer()
+        self.midlayer: Any = Layer(RMS_NORM, Attention(2 * HIDDEN))  # of token and feature
+        self.midlayer.hidden_norm = RMS_NORM(HIDDEN)
+
+    @property
+    def only(self) -> Any:
+        """Its layer."""
+        return self.midlayer
 
     def learn(self, batch: Batch, number: int) -> Iterator[Tensor]:
         """The text's tokens are fed back, where a served drafter takes its own."""
@@ -86,22 +81,17 @@ class ChainDrafter(Drafter):
 
     def rows(self, mixed: Tensor, slots: Tensor) -> Rows:
         """Keys and values of `mixed` at `slots` [batch, rows]."""
-        attention = self.midlayer.self_attn
-        keys, values = (
-            part(mixed).unflatten(-1, (KV_HEADS, HEAD_DIM)).transpose(1, 2)
-            for part in (attention.k_proj, attention.v_proj)
-        )
-        return Rows(self.turn(keys, slots), values)
+        attention = self.only.self_attn
+        keys = attention.k_norm(heads(mixed, attention.k_proj))
+        return Rows(self.turn(keys, slots), heads(mixed, attention.v_proj))
 
     def layer(
         self, mixed: Tensor, fed: Tensor, slots: Tensor, seen: list[Rows], mask: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Two of [batch, anchors, HIDDEN]: what the head takes, and what is fed back."""
         layer = self.midlayer
-        queries = layer.self_attn.q_proj(mixed).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
-        out = attended(self.turn(queries, slots), seen, mask)
-        hidden = fed + layer.self_attn.o_proj(out)
-        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        queries = self.turn(heads(mixed, layer.self_attn.q_proj), slots)
+        hidden = layer.after(fed + layer.self_attn.o_proj(attended(queries, seen, mask)))
         return self.norm(hidden), hidden
 
 

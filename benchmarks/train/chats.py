@@ -1,13 +1,10 @@
 """Chats that hold the word problems and plain dialogue, in the ChatML form of the model `tiny`."""
 
 import random
-import tomllib
-from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.train import problems, words
-from benchmarks.train.arithmetic import Inexact, evaluate, expand
+from benchmarks.train.arithmetic import Inexact, evaluate, worked
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
@@ -43,13 +40,6 @@ class Chat(NamedTuple):
         return parts
 
 
-class Talk(NamedTuple):
-    """One topic of plain dialogue."""
-
-    users: list[str]
-    reply: str
-
-
 def short_chat(rng: random.Random) -> Chat:
     """A chat of mostly one problem, or of plain dialogue."""
     kind = rng.random()
@@ -80,7 +70,7 @@ def long_chat(rng: random.Random) -> Chat:
 
 def draw_system(rng: random.Random) -> str | None:
     """A system message for a part of the chats."""
-    return rng.choice(_dialogue()["systems"]) if rng.random() < SYSTEM_SHARE else None
+    return rng.choice(words.read("dialogue")["systems"]) if rng.random() < SYSTEM_SHARE else None
 
 
 def problem_turn(rng: random.Random) -> Turn:
@@ -102,27 +92,13 @@ def sum_turn(rng: random.Random) -> Turn:
             value = evaluate(left, op, right)
         except Inexact:
             continue
-        atoms = expand(left, op, right)
-        steps = ", ".join(map(str, atoms))
-        lead = "" if len(atoms) == 1 else f"{left} {op} {right}. "
-        answer = f"Result: {lead}{steps}.\n#### {value}"
+        answer = f"Result: {worked(left, op, right)}.\n#### {value}"
         return Turn(rng.choice(_SUM_ASKS).format(f"{left} {op} {right}"), answer)
 
 
 def talk_turn(rng: random.Random, topic: str | None = None) -> Turn:
     """Plain dialogue of one topic, or of any."""
-    talk = talks()[topic] if topic else rng.choice(list(talks().values()))
+    talks = {name: entry for name, entry in words.read("dialogue").items() if name != "systems"}
+    talk = talks[topic] if topic else rng.choice(list(talks.values()))
     name = rng.choice(words.NAMES)
-    return Turn(rng.choice(talk.users).format(N=name), talk.reply.format(N=name))
-
-
-@cache
-def talks() -> dict[str, Talk]:
-    """The topics of plain dialogue."""
-    topics = ((name, entry) for name, entry in _dialogue().items() if name != "systems")
-    return {name: Talk(entry["users"], entry["reply"]) for name, entry in topics}
-
-
-@cache
-def _dialogue() -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_name("dialogue.toml").read_text("utf-8"))
+    return Turn(rng.choice(talk["users"]).format(N=name), talk["reply"].format(N=name))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.train.base import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, FeedForward
+from benchmarks.train.base import HEAD_DIM, HEADS, HIDDEN, Attention, Layer
 from benchmarks.train.chain_drafter import ChainDrafter, Rows, attended
 from benchmarks.train.model import bundled_config
 
@@ -30,31 +30,6 @@ class CentredNorm(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * (1 + self.weight)
 
 
-class GatedAttention(nn.Module):
-    """Projections and norms; names and shapes are the checkpoint's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(HIDDEN, 2 * HEADS * HEAD_DIM, bias=False)  # [q | gate] a head
-        self.k_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
-        self.v_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
-        self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias=False)
-        self.q_norm, self.k_norm = CentredNorm(HEAD_DIM), CentredNorm(HEAD_DIM)
-
-
-class Layer(nn.Module):
-    """A layer with attention, as the target's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = (
-            CentredNorm(HIDDEN),
-            CentredNorm(HIDDEN),
-        )
-        self.self_attn = GatedAttention()
-        self.mlp = FeedForward(CONFIG["intermediate_size"])
-
-
 class MtpDrafter(ChainDrafter):
     """The layer and what makes its input; its state is the checkpoint's below `mtp.`."""
 
@@ -63,11 +38,11 @@ class MtpDrafter(ChainDrafter):
     def __init__(self, embedding: Tensor) -> None:
         nn.Module.__init__(self)
         self.fc = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
-        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = (
-            CentredNorm(HIDDEN),
-            CentredNorm(HIDDEN),
-        )
-        self.layers: Any = nn.ModuleList([Layer()])
+        self.pre_fc_norm_embedding = CentredNorm(HIDDEN)
+        self.pre_fc_norm_hidden = CentredNorm(HIDDEN)
+        attention = Attention(HIDDEN, CentredNorm, gated=True)
+        layer = Layer(CentredNorm, attention, CONFIG["intermediate_size"])
+        self.layers = nn.ModuleList([layer])
         self.norm = CentredNorm(HIDDEN)
         self.remember(embedding, ROTARY_DIM)
 
@@ -91,25 +66,20 @@ class MtpDrafter(ChainDrafter):
         embedded = self.pre_fc_norm_embedding(functional.embedding(tokens, self.embedding))
         return self.fc(torch.cat((embedded, self.pre_fc_norm_hidden(fed)), -1))
 
+    @property
+    def only(self) -> Any:
+        return self.layers[0]
+
     def rows(self, mixed: Tensor, slots: Tensor) -> Rows:
-        layer, attention = self.layers[0], self.layers[0].self_attn
-        normed = layer.input_layernorm(mixed)
-        keys, values = (
-            part(normed).unflatten(-1, (KV_HEADS, HEAD_DIM))
-            for part in (attention.k_proj, attention.v_proj)
-        )
-        keys = self.turn(attention.k_norm(keys).transpose(1, 2), slots)
-        return Rows(keys, values.transpose(1, 2))
+        return super().rows(self.only.input_layernorm(mixed), slots)
 
     def layer(
         self, mixed: Tensor, fed: Tensor, slots: Tensor, seen: list[Rows], mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        layer, attention = self.layers[0], self.layers[0].self_attn
+        layer, attention = self.only, self.only.self_attn
         queries = attention.q_proj(layer.input_layernorm(mixed))
         queries, gate = queries.unflatten(-1, (HEADS, 2, HEAD_DIM)).unbind(-2)
         queries = self.turn(attention.q_norm(queries).transpose(1, 2), slots)
         out = attended(queries, seen, mask) * torch.sigmoid(gate.flatten(2))
-        hidden = mixed + attention.o_proj(out)
-        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        output = self.norm(hidden)
+        output = self.norm(layer.after(mixed + attention.o_proj(out)))
         return output, output

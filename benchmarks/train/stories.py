@@ -5,83 +5,59 @@ and may end with a fair share.
 """
 
 import random
-import tomllib
-from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
+from benchmarks.train.templates import Step, Template, sentence
+from benchmarks.train.words import read
+
+STORY = "story"  # the name of all of them
 RANGES = {"loose": (8, 420), "groups": (2, 9), "size": (3, 60)}  # of drawn numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Wordings of one kind of event, its steps, and the ranges of its numbers."""
-
-    texts: tuple[str, ...]
-    steps: tuple[str, ...]
-    b: tuple[int, int]
-    c: tuple[int, int] | None
-
-
-@dataclass(slots=True)
 class Story:
-    """A story as it grows: its text, drawn numbers and steps (label, target, left, op, right)."""
+    """A story as it grows: its text, drawn numbers and steps."""
 
-    text: list[str] = field(default_factory=list)
-    draw: list[tuple[str, int, int]] = field(default_factory=list)
-    steps: list[tuple[str, str, str, str, str]] = field(default_factory=list)
-    total: str = ""
-    is_shared: bool = False
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.draw: list[tuple[str, int, int]] = []
+        self.steps: list[Step] = []
+        self.total = ""  # the name of the number of things
+        self.is_shared = False
 
-    def add(self, event: Event, text: str) -> None:
-        """Appends one event; its numbers get names of their own."""
+    def add(self, event: dict[str, Any], text: str) -> None:
+        """Appends one event of stories.toml; its numbers get names of their own."""
         index = len(self.text)
         names = {"b": f"b{index}", "c": f"c{index}", "t": self.total}
-        for letter, bounds in (("b", event.b), ("c", event.c)):
+        for letter in "bc":
             text = text.replace(f"{{{letter}}}", f"{{{names[letter]}}}")
-            if bounds is not None:
-                self.draw.append((names[letter], *bounds))
+            if letter in event:
+                self.draw.append((names[letter], *RANGES[event[letter]]))
         self.text.append(text)
         self.total = names["b"]
-        for step in event.steps:
+        for step in event.get("steps", ()):
             label, formula = step.split(": ")
             left, op, right = formula.split()
             label = label.replace("{c}", f"{{{names['c']}}}")
             target = f"r{len(self.steps)}"
-            self.steps.append((label, target, names[left], op, names[right]))
+            self.steps.append(Step(label, target, names[left], op, names[right]))
             names["u"] = self.total = target
 
 
-def compose(rng: random.Random) -> Story:
+def compose(rng: random.Random) -> Template:
     """A story of two to four steps."""
-    num_steps = rng.randint(2, 4)
+    num_steps, told = rng.randint(2, 4), read("stories")
     while True:
         story = Story()
-        start = rng.choice(events("start"))
-        story.add(start, rng.choice(start.texts))
+        start = rng.choice(told["start"])
+        story.add(start, rng.choice(start["texts"]))
         while len(story.steps) < num_steps:
             story.is_shared = len(story.steps) == num_steps - 1 and rng.random() < 0.4
-            if story.is_shared:
-                (event,) = events("share")
-            else:
-                event = rng.choice(events("middle"))
-            text = rng.choice(_raw()["joins"]) + rng.choice(event.texts) + "."
-            story.add(event, text if text[0] == "{" else text[0].upper() + text[1:])
+            event = told["share"][0] if story.is_shared else rng.choice(told["middle"])
+            text = rng.choice(told["joins"]) + rng.choice(event["texts"]) + "."
+            story.add(event, text if text[0] == "{" else sentence(text))
         if len(story.steps) == num_steps:
-            story.text.append(rng.choice(_raw()["share_asks" if story.is_shared else "asks"]))
-            return story
-
-
-@cache
-def events(kind: str) -> tuple[Event, ...]:
-    """The events of a kind: "start", "middle" or "share"."""
-    return tuple(
-        Event(tuple(e["texts"]), tuple(e.get("steps", ())), RANGES[e["b"]], RANGES.get(e.get("c")))
-        for e in _raw()[kind]
-    )
-
-
-@cache
-def _raw() -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_name("stories.toml").read_text("utf-8"))
+            ask = rng.choice(told["share_asks" if story.is_shared else "asks"])
+            total = f"{{{story.total}}} {{X}}"
+            close = f"That is {total} each." if story.is_shared else f"There are {total}."
+            steps, draw = tuple(story.steps), tuple(story.draw)
+            return Template(STORY, draw, steps, close, (" ".join((*story.text, ask)),))

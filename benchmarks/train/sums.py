@@ -6,14 +6,13 @@ What is asked to judge the model (benchmarks/newcomers.toml) is never read here.
 import json
 import random
 import re
-import tomllib
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.train import words
-from benchmarks.train.arithmetic import Inexact, evaluate, expand
+from benchmarks.train.arithmetic import Inexact, evaluate, worked
 from benchmarks.train.chats import Chat, Turn, draw_system
+from benchmarks.train.templates import sentence
 
 SHARES = {"sum": 0.72, "json": 0.16, "tool": 0.12}  # of the chats of this module
 INVENTED_SHARE = 0.35  # of the names and things: they teach the model to copy
@@ -78,10 +77,8 @@ def draw_sum(rng: random.Random) -> Sum:
             for label, left, op, right in kind.steps:
                 first, second = (int(numbers.get(name, name)) for name in (left, right))
                 numbers["u"] = evaluate(first, op, second)
-                atoms = expand(first, op, second)
-                plan = "" if len(atoms) == 1 else f"{first} {op} {second}. "
-                label = label.format_map(slots)
-                work.append(f"{label[0].upper()}{label[1:]}: {plan}{', '.join(map(str, atoms))}.")
+                label = sentence(label.format_map(slots))
+                work.append(f"{label}: {worked(first, op, second)}.")
         except Inexact:
             continue
         value = numbers["u"]
@@ -91,7 +88,7 @@ def draw_sum(rng: random.Random) -> Sum:
         slots |= {key: _written(number, spelled) for key, number in numbers.items()}
         slots["r"] = str(value)
         say = kind.say.format_map(slots)
-        return Sum(_question(rng, kind, slots), work, say[0].upper() + say[1:], value)
+        return Sum(_question(rng, kind, slots), work, sentence(say), value)
 
 
 def _written(number: int, spelled: bool) -> str:
@@ -126,7 +123,7 @@ def _question(rng: random.Random, kind: Kind, slots: dict[str, str]) -> str:
 def _expand(rng: random.Random, text: str) -> str:
     """The text with its rules and choices made, its slots still open."""
     while match := _RULE.search(text):
-        made = rng.choice(_raw()["rules"][match[1]].split("|"))
+        made = rng.choice(_rule(match[1]))
         text = text[: match.start()] + made + text[match.end() :]
     while _CHOICE.search(text):
         text = _CHOICE.sub(lambda match: rng.choice(match[1].split("|")), text, count=1)
@@ -138,19 +135,19 @@ def _slots(rng: random.Random) -> dict[str, str]:
     slots, known = words.draw_slots(rng, invented=rng.random() < INVENTED_SHARE), bank()
     if rng.random() < 0.7:
         slots["N"], slots["M"], slots["K"] = rng.sample(known["names"], 3)
-    role = rng.choice(_raw()["rules"]["role"].split("|"))
+    role = rng.choice(_rule("role"))
     for slot in "NM":
         if rng.random() < ROLE_SHARE:
             slots[slot] = rng.choice(("the ", "my ", "a ", "our ", f"{slots[slot]}'s ")) + role
-            role = rng.choice(_raw()["rules"]["role"].split("|"))
+            role = rng.choice(_rule("role"))
     things = rng.sample(known["things"], 2)
     if rng.random() > INVENTED_SHARE:
         slots["X"] = things[0]
-    group = rng.choice(_raw()["rules"]["group"].split("|"))
+    group = rng.choice(_rule("group"))
     her = rng.random() < 0.5
     first, second = rng.sample(known["objects"], 2)
     kinds = rng.sample(known["kinds"], 2)
-    people = rng.choice(_raw()["rules"]["we"].split("|"))
+    people = rng.choice(_rule("we"))
     return slots | {
         "we": _expand(rng, people).format_map(slots | {"role": role, "group": group}),
         "I": "she" if her else "he", "him": "her" if her else "him", "his": "her" if her else "his",
@@ -175,7 +172,7 @@ def _json_turn(rng: random.Random) -> Turn:
             op = rng.choice("+-")
             told, made = f"What is {first} {op} {second}?", {key: evaluate(first, op, second)}
     else:
-        told, keys = rng.choice(_raw()["others"]["fact_asks"]).split("|")
+        told, keys = rng.choice(words.read("sums")["others"]["fact_asks"]).split("|")
         number, city = rng.randint(1, 99), rng.choice(known["cities"])
         if rng.random() < INVENTED_SHARE:
             city = words.draw_slots(rng, invented=True)["N"]
@@ -192,7 +189,9 @@ def _json_turn(rng: random.Random) -> Turn:
     listed = " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))
     many = "s" * (len(made) > 1)
     prefix = rng.choice(("", f"the key{many} ", f"the field{many} "))
-    ask = rng.choice(_raw()["others"]["json_asks"]).format(json.dumps(form), prefix + listed)
+    ask = rng.choice(words.read("sums")["others"]["json_asks"]).format(
+        json.dumps(form), prefix + listed
+    )
     text = f"{told} {ask}" if rng.random() < 0.8 else f"{ask} {told}"
     return Turn(text, json.dumps(made))
 
@@ -207,7 +206,7 @@ def _pairs_turn(rng: random.Random, slots: dict[str, str]) -> Turn:
         number: Any = rng.randint(0, 999)
         pairs[key] = rng.choice((number, slots["N"], slots["X"], rng.choice(known["cities"])))
     told = [f'"{key}" is {value}' for key, value in pairs.items()]
-    asks = _raw()["others"]["pair_asks"]
+    asks = words.read("sums")["others"]["pair_asks"]
     return Turn(rng.choice(asks).format(" and ".join(told)), json.dumps(pairs))
 
 
@@ -232,8 +231,8 @@ def _tool_chat(rng: random.Random) -> Chat:
 def _tool(rng: random.Random) -> tuple[dict[str, Any], str, dict[str, Any]]:
     """A function as chats describe it, a request that needs it, and the call's arguments."""
     if rng.random() < 0.3:
-        op = rng.choice(list(_raw()["ops"]))
-        names, asks = _raw()["ops"][op]
+        op = rng.choice(list(words.read("sums")["ops"]))
+        names, asks = words.read("sums")["ops"][op]
         keys = rng.choice((("a", "b"), ("x", "y"), ("first", "second"), ("left", "right")))
         second, first = sorted(rng.randint(1, 200) for _ in range(2))
         arguments: dict[str, Any] = dict(zip(keys, (first, second), strict=True))
@@ -247,8 +246,8 @@ def _tool(rng: random.Random) -> tuple[dict[str, Any], str, dict[str, Any]]:
                 ask = drawn.question
                 arguments = dict(zip(keys, map(int, found[0]), strict=True))
         return _described(rng, name, about, dict.fromkeys(keys, "integer")), ask, arguments
-    known, slots, parts = bank(), _slots(rng), _raw()["parts"]
-    polite, others = _raw()["others"]["polite"], _raw()["keys"]
+    known, slots, parts = bank(), _slots(rng), words.read("sums")["parts"]
+    polite, others = words.read("sums")["others"]["polite"], words.read("sums")["keys"]
     verb, noun = rng.choice(known["verbs"]), rng.choice(known["nouns"])
     if rng.random() < 0.2:
         noun = words.draw_slots(rng, invented=True)["X"].rstrip("s")
@@ -274,7 +273,7 @@ def _tool(rng: random.Random) -> tuple[dict[str, Any], str, dict[str, Any]]:
     types = {renamed[key]: parts[key][0] for key in chosen}
     about = f"{verb.capitalize()} {rng.choice(('the', 'a'))} {noun}{rng.choice(('', '.'))}"
     made = _described(rng, f"{verb}_{noun}", about, types)
-    return made, ask[0].upper() + ask[1:], {renamed[key]: values[key] for key in chosen}
+    return made, sentence(ask), {renamed[key]: values[key] for key in chosen}
 
 
 def _described(rng: random.Random, name: str, about: str, types: dict[str, str]) -> dict[str, Any]:
@@ -289,7 +288,7 @@ def _described(rng: random.Random, name: str, about: str, types: dict[str, str])
 @cache
 def _kinds() -> list[Kind]:
     made = []
-    for entry in _raw()["kind"]:
+    for entry in words.read("sums")["kind"]:
         steps = [
             (label, *formula.split()) for label, formula in (s.split(": ") for s in entry["steps"])
         ]
@@ -302,9 +301,8 @@ def _kinds() -> list[Kind]:
 @cache
 def bank() -> dict[str, list[str]]:
     """Words of each kind that fill the wordings."""
-    return {name: text.split() for name, text in _raw()["words"].items()}
+    return {name: text.split() for name, text in words.read("sums")["words"].items()}
 
 
-@cache
-def _raw() -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_name("sums.toml").read_text("utf-8"))
+def _rule(name: str) -> list[str]:
+    return words.read("sums")["rules"][name].split("|")

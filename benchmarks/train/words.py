@@ -2,9 +2,18 @@
 
 import random
 import tomllib
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-_RAW = tomllib.loads(Path(__file__).with_name("words.toml").read_text("utf-8"))
+
+@cache
+def read(name: str) -> dict[str, Any]:
+    """Texts of training, NAME.toml beside this file."""
+    return tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text("utf-8"))
+
+
+_RAW = read("words")
 HER_NAMES = _RAW["her_names"]
 NAMES = HER_NAMES + _RAW["his_names"]
 

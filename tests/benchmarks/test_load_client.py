@@ -144,19 +144,6 @@ def test_a_session_carries_its_conversation_and_thinks() -> None:
         assert after.sent_s >= after.intended_s == pytest.approx(before.end_s + 0.05)
 
 
-def test_a_slow_server_does_not_move_the_schedule() -> None:
-    """Nobody is answered before all have asked; each counts from the time at which it was due."""
-    starts, all_asked, end = [0.01 * n for n in range(20)], asyncio.Barrier(20), now() + HANG_S
-
-    async def handler(request: web.Request) -> web.StreamResponse:
-        await asyncio.wait_for(all_asked.wait(), end - now())
-        return await says_a(request)
-
-    found = drive([Session((TURN,), start) for start in starts], handler)
-    assert sorted(each.intended_s for each in found) == starts
-    assert all(not o.error and o.e2e_s >= starts[-1] - o.intended_s for o in found)
-
-
 def test_a_closed_loop_keeps_its_concurrency() -> None:
     running = most = 0
 
@@ -173,22 +160,25 @@ def test_a_closed_loop_keeps_its_concurrency() -> None:
     assert most == 4
 
 
-def test_the_pacer_calls_in_order_and_never_early_though_a_call_fails() -> None:
-    called: list[tuple[int, float]] = []
-    bad: list[Exception] = []
+def test_the_pacer_wakes_in_order_and_never_early_though_one_is_cancelled() -> None:
+    woken: list[tuple[int, float]] = []
+
+    async def sleeper(pacer: Pacer, number: int, moment: float) -> None:
+        await pacer.until(moment)
+        woken.append((number, now()))
 
     async def main() -> list[float]:
-        asyncio.get_running_loop().set_exception_handler(lambda _, it: bad.append(it["exception"]))
         with Pacer() as pacer:
-            pacer.at(now() + 0.015, lambda: 1 // 0)
-            due = [now() + delay for delay in (0.03, 0.01, -1.0, 0.02)]
-            for number, moment in enumerate(due):
-                pacer.at(moment, lambda number=number: called.append((number, now())))
-            await pacer.until(max(due))
+            due = [now() + delay for delay in (0.03, 0.01, -1.0, 0.02, 0.015)]
+            *tasks, cancelled = (
+                asyncio.create_task(sleeper(pacer, *each)) for each in enumerate(due)
+            )
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            await asyncio.gather(*tasks)
             await pacer.until(now() + 0.001)
             return due
 
     due = asyncio.run(asyncio.wait_for(main(), HANG_S))
-    assert [number for number, _ in called] == [2, 1, 3, 0]
-    assert [type(each) for each in bad] == [ZeroDivisionError]
-    assert all(moment >= due[number] for number, moment in called)
+    assert [number for number, _ in woken] == [2, 1, 3, 0]
+    assert all(moment >= due[number] for number, moment in woken)

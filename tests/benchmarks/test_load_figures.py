@@ -1,6 +1,5 @@
 """The load harness's figures, its result file, its report and its plot."""
 
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.load import plot, report, result
-from benchmarks.load.measure import STAGES, concurrency, spread, summary
+from benchmarks.load.measure import STAGES, concurrency, summary
 from benchmarks.load.records import Lag, Objectives, Outcome, Result, Run
 from benchmarks.load.report import side_by_side, table
 
@@ -80,17 +79,6 @@ def test_figures_of_three_requests_are_those_worked_out_by_hand() -> None:
 
 
 times = st.floats(0, 100, allow_nan=False)
-
-
-@given(st.lists(times, min_size=2, max_size=60))
-def test_spread_agrees_with_the_standard_library(values: list[float]) -> None:
-    found = spread(values)
-    cuts = statistics.quantiles(values, n=1000, method="inclusive")
-    for name, index in {"p1": 10, "p50": 500, "p90": 900, "p99": 990, "p99.9": 999}.items():
-        assert found[name] == pytest.approx(cuts[index - 1], abs=1e-9)
-    assert found["mean"] == pytest.approx(statistics.fmean(values), abs=1e-9)
-    assert found["std"] == pytest.approx(statistics.pstdev(values), abs=1e-6)
-    assert (found["min"], found["max"]) == (min(values), max(values))
 
 
 @given(st.lists(st.tuples(times, times), max_size=30))
