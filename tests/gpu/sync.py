@@ -24,10 +24,10 @@ def fail_on_sync(runner: Any) -> None:
     """From now on a plan without masks fails where it waits for the device, as it is enqueued."""
     run = runner.run
 
-    def strict(step: Any) -> Any:
+    def strict(*work: Any) -> Any:
         try:
             with no_sync():
-                return run(step)
+                return run(*work)
         except BaseException:
             traceback.print_exc()  # the engine ends the process next
             raise
