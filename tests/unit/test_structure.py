@@ -60,21 +60,21 @@ ROOT_FILES = 13  # of worker, __init__ among them
 
 # What grows unseen if nothing caps it; `tests.support.structure` prints the figures.
 MAX = {
-    "worker": 31_400,
-    "router": 11_700,
-    "cluster": 7_050,
-    "product": 50_000,
-    "tests": 60_000,
-    "benchmarks": 8_300,
-    "tests / product": 1.24,
-    "wide functions": 15,
-    "each": 250,
+    "worker": 30_500,
+    "router": 11_310,
+    "cluster": 6_890,
+    "product": 48_700,
+    "tests": 54_300,
+    "benchmarks": 8_150,
+    "tests / product": 1.13,
+    "wide functions": 12,
+    "each": 226,
     "rooms": 21,
     "arrows": 90,
     "files of a decode step": 24,
-    "lines of a decode step": 4_150,
+    "lines of a decode step": 4_200,
 }
-RAISE = "the cap is the result of the third design + 3 %; raise it by an ADR with the count"
+RAISE = "the caps are what the third design left; raise one by an ADR with the count"
 
 FILE_LINES, KERNEL_FILE_LINES = 400, 600
 FUNCTION_LINES, JIT_LINES = 60, 180
