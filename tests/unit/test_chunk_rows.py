@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -22,37 +21,6 @@ CPU = torch.device("cpu")
 PAGE_SIZE = 16
 
 
-def inputs(
-    counts: Sequence[int], num_lines: int, *, new: bool
-) -> tuple[chunk_rows.SentChunks, torch.Tensor]:
-    """Chunks of rows 3, 4, ..., each at another position, and a table that has pages everywhere.
-
-    With `new`, every second one brings two pages at the end of what its chunk needs, and the table
-    has no page there that anybody may use.
-    """
-    num_tokens, num_pages, width = sum(counts), 40, num_lines // 4 * 4 + 4
-    generator = torch.Generator().manual_seed(num_tokens)
-    num_rows = 3 + len(counts)
-    table = torch.randperm(num_rows * num_pages, generator=generator).view(num_rows, -1).int()
-    table[0] = 0
-    lines = torch.zeros(chunk_rows.NUM_LINES, width, dtype=torch.int32)
-    lines[1] = num_tokens
-    pages, begin = [], lines.numel() + num_tokens
-    for i, count in enumerate(counts):
-        end = 7 * i % 50 + count
-        used = -(-end // PAGE_SIZE)
-        first = max(0, used - 2) if new and i % 2 == 0 else used
-        lines[:3, i] = torch.tensor([3 + i, sum(counts[:i]), end])
-        if first < used:
-            lines[3:6, i] = torch.tensor([first, used, begin + len(pages)])
-            pages += [10000 + 100 * i + j for j in range(first, used)]
-            table[3 + i, first:used] = 1 << 30
-    tokens = torch.arange(num_tokens, dtype=torch.int32) * 7 + 5
-    words = torch.cat([lines.view(-1), tokens, torch.tensor(pages, dtype=torch.int32)])
-    last = int(lines[4].max())
-    return chunk_rows.SentChunks(words, width, len(counts), num_tokens, last), table
-
-
 def state_of(num_rows: int, max_pages: int = 8) -> StepState:
     return StepState(StateShape(num_rows, max_pages, (2,), 0, 97), CPU)
 
@@ -66,12 +34,14 @@ def _copied(batch: Any) -> dict[str, Any]:
 if not INTERPRETED:
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
-    def test_the_kernel_compiles_for_hopper_without_one() -> None:
-        sent, table = inputs([5], 4, new=True)
-        with compiling(chunk_rows_triton):
-            chunk_rows_triton.chunk_rows_triton(
-                sent, table, PAGE_SIZE, torch.zeros(3, 256).long(), 16, torch.zeros(4, 8).int()
+    def test_the_kernel_compiles_for_hopper_without_one(monkeypatch) -> None:
+        monkeypatch.setattr("worker.step.buffers.chunk_rows", chunk_rows_triton.chunk_rows_triton)
+        pages, chunks = (RowPages(1, 0, (3,)),), (Chunk(1, 0, (5, 6)),)
+        with compiling(chunk_rows_triton) as found:
+            BatchBuffers(state_of(4), BatchShape(PAGE_SIZE, 4)).chunks(
+                Plan(1, pages=pages, chunks=chunks, max_seq_len_ub=2)
             )
+        assert found
 
     def test_pages_for_which_an_upload_has_no_room_are_applied_all_the_same() -> None:
         state = state_of(5)

@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.support.interpreted import INTERPRETED, WHY, check_columns, compiling
 from tests.support.stepped_rows import PAGE_SIZE, columns_of, step_of
 from worker.attention import qk_rope_store, qk_rope_store_triton
+from worker.attention.qk_rope_store import HeadNorms
 from worker.drafts import draft_steps, draft_steps_triton
 from worker.drafts.draft_steps import DraftDraws
 from worker.ops.jit import HAS_TRITON
@@ -18,6 +19,9 @@ from worker.step.rows import RowColumns, SampledRows
 
 CPU = torch.device("cpu")
 DRAW = draft_steps_triton.draw_drafts_triton if INTERPRETED else draft_steps.draw_drafts_ref
+STORE = qk_rope_store.layers_rope_store_ref
+if INTERPRETED:
+    STORE = qk_rope_store_triton.layers_rope_store_triton
 
 
 def expected(columns: RowColumns, sampled: SampledRows, drawn: Tensor) -> dict[str, list[Any]]:
@@ -124,6 +128,32 @@ def test_kept_tokens_go_where_plain_loops_say(width: int, seed: int) -> None:
     assert sum(slot for _, slot in wanted) > 0
 
 
+@pytest.mark.parametrize("shape", [(2, 128, 16), (8, 64, 4), (3, 32, 64)])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_layers_are_stored_as_each_by_itself(shape, normed, num_layers) -> None:
+    """Of a pool's memory; two padded rows meet on page 0."""
+    num_heads, head_dim, page_size = shape
+    size = 2 * num_heads * head_dim
+    generator = torch.Generator().manual_seed(7)
+    kv = torch.randn(6, num_layers * size + 8, generator=generator)[:, : num_layers * size]
+    kv[4:] = kv[3]
+    slots = torch.tensor([5 * page_size - 1, page_size, 2 * page_size, 0, 0, 0])
+    table = rope_table(rope_inv_freq(head_dim, 1e4, None), 64, CPU)
+    rotation = qk_rope_store.Rotation(table, torch.tensor([3, 63, 1, 0, 0, 0]))
+    weights = torch.rand(num_layers, head_dim, generator=generator) + 0.5 if normed else None
+    memory = torch.full((2, 5, num_heads, num_layers, 2, page_size, head_dim), 7.0)
+    mine, wanted = ([each[:, :, i].unbind(2) for i in range(num_layers)] for each in memory)
+    STORE(kv, rotation, mine, slots, weights, 1e-6)
+    for i, cache in enumerate(wanted):
+        norms = None if weights is None else HeadNorms(weights[i], weights[i], 1e-6)
+        part = kv[:, i * size : (i + 1) * size]
+        qk_rope_store.qk_rope_store_ref(part, rotation, cache, slots, norms)
+    assert torch.equal(*(memory == 7)), "the same slots"
+    bound = 1e-6 if INTERPRETED else 0
+    torch.testing.assert_close(*memory, atol=bound, rtol=bound)
+
+
 if not INTERPRETED:
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
@@ -146,52 +176,3 @@ if not INTERPRETED:
                 kv, rotation, [(cache, cache)], at, kv[:1, :128].contiguous(), 1e-6
             )
         assert "st.global.v2.b32" in found["_qk_rope_store_kernel"]
-
-    @pytest.mark.parametrize("normed", [False, True])
-    def test_layers_are_stored_as_each_by_itself(normed: bool) -> None:
-        kv = torch.randn(4, 3 * 2 * 2 * 16, generator=torch.Generator().manual_seed(1))
-        positions, slots = torch.tensor([3, 20, 0, 0]), torch.tensor([9, 4, 0, 0])
-        table = rope_table(rope_inv_freq(16, 1e4, None), 64, CPU)
-        weights = torch.rand(3, 16) + 0.5 if normed else None
-        memory = torch.zeros(2, 5, 2, 3, 2, 4, 16)
-        for layer in range(3):
-            norms = None
-            if weights is not None:
-                norms = qk_rope_store.HeadNorms(weights[layer], weights[layer], 1e-6)
-            qk_rope_store.qk_rope_store_ref(
-                kv[:, layer * 64 : (layer + 1) * 64], qk_rope_store.Rotation(table, positions),
-                memory[0, :, :, layer].unbind(2), slots, norms,
-            )  # fmt: skip
-        caches = [memory[1, :, :, layer].unbind(2) for layer in range(3)]
-        rotation = qk_rope_store.Rotation(table, positions)
-        qk_rope_store.layers_rope_store_ref(kv, rotation, caches, slots, weights, 1e-6)
-        assert torch.equal(*memory)
-        assert memory.any()
-
-else:
-
-    @pytest.mark.parametrize("shape", [(2, 128, 16), (8, 64, 4), (3, 32, 64)])
-    @pytest.mark.parametrize("normed", [False, True])
-    @pytest.mark.parametrize("num_layers", [1, 3])
-    def test_layers_rope_store_matches_its_twin(shape, normed, num_layers) -> None:
-        """Of a pool's memory; two padded rows meet on page 0."""
-        num_heads, head_dim, page_size = shape
-        width = num_layers * 2 * num_heads * head_dim
-        generator = torch.Generator().manual_seed(7)
-        kv = torch.randn(6, width + 8, generator=generator)[:, :width]
-        kv[4:] = kv[3]
-        positions = torch.tensor([3, 63, 1, 0, 0, 0])
-        slots = torch.tensor([5 * page_size - 1, page_size, 2 * page_size, 0, 0, 0])
-        table = rope_table(rope_inv_freq(head_dim, 1e4, None), 64, CPU)
-        weights = torch.rand(num_layers, head_dim, generator=generator) + 0.5 if normed else None
-        both = []
-        for run in (
-            qk_rope_store_triton.layers_rope_store_triton,
-            qk_rope_store.layers_rope_store_ref,
-        ):
-            memory = torch.full((5, num_heads, num_layers, 2, page_size, head_dim), 7.0)
-            caches = [memory[:, :, layer].unbind(2) for layer in range(num_layers)]
-            run(kv, qk_rope_store.Rotation(table, positions), caches, slots, weights, 1e-6)
-            both.append(memory)
-        assert torch.equal(both[0] == 7, both[1] == 7), "the same slots"
-        assert torch.allclose(*both, atol=1e-6, rtol=1e-6)

@@ -23,8 +23,7 @@ from tests.support.pairwise import in_whole, more, whole
 from tests.support.recorded import RecordedMemory, RecordedSteps, noted_by
 from tests.support.shallow import shallow
 from worker.config.engine import MAX_WIDTH
-from worker.draw.logprobs import Scores
-from worker.draw.sampler import Draws, Result
+from worker.draw.sampler import Draws
 from worker.plan import Plan, max_rows
 from worker.run import eager as eager_module
 from worker.run import full as full_module
@@ -165,15 +164,6 @@ def test_kernels_are_compiled_for_every_shape_that_is_captured(monkeypatch) -> N
     captures = [partial(graphs._capture_shape, *shape) for shape in graphs._shapes]
     assert noted_by(ran, *captures) == ahead
     cluster.close()
-
-
-def test_results_have_the_rows_and_columns_that_were_asked_for() -> None:
-    drawn, values = torch.arange(12).view(4, 3), torch.arange(84.0).view(4, 21)
-    whole = Result(drawn, Scores(values, values.long()))
-    some = whole.first(3, 2)
-    assert some.drawn.tolist() == drawn[:3].tolist()
-    assert some.scores.values.tolist() == values[:3, :3].tolist()
-    assert whole.first(2, -1).scores is None
 
 
 @pytest.mark.parametrize("most", [6, 64, 100, 140, 256, 300])

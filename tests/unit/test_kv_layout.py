@@ -97,18 +97,6 @@ def test_every_element_lies_at_its_documented_byte_offset():
     pool.close()
 
 
-def test_a_layout_says_what_a_token_takes_by_region():
-    """The Qwen3-8B shape in bf16, beside five draft layers of it, or one and its tails."""
-    target = KVRegion("target", 36, 8, 128, 4, 64, "bfloat16")
-    blocks = KVRegion("draft", 5, 8, 128, 1, 64, "bfloat16")
-    found = KVLayout((target, blocks)).describe()
-    assert found == "bytes a token: target 147,456, draft 20,480"
-    chain = KVRegion("draft", 1, 8, 128, 1, 64, "bfloat16")
-    tail = KVRegion("tail", 1, 1, 4096, 1, 64, "bfloat16", parts=1, rows="page")
-    found = KVLayout((target, chain, tail)).describe()
-    assert found == "bytes a token: target 147,456, draft 4,096, tail 128"
-
-
 def test_a_region_of_one_row_a_page_is_a_matrix_of_them():
     num_pages = 5
     pool = KVPool(KVLayout((REGION, DRAFT, TAIL)), num_pages, device=CPU)

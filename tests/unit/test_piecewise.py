@@ -4,7 +4,6 @@ tests/gpu/test_piecewise_on_cuda.py has the same laws for real graphs.
 """
 
 import itertools
-import logging
 from collections.abc import Iterator
 from functools import partial
 
@@ -39,14 +38,18 @@ MAX_TOKENS = 40
 NUM_PAGES = 48
 
 
+def captured() -> Bench:
+    engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
+    runner = PiecewiseChunks(engine.runner.loaded, RecordedMemory())
+    assert [check.equal for check in runner.capture()] == [True] * 2 * len(runner.buckets)
+    return bench_of(engine, runner)
+
+
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
-    engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
-    loaded = engine.runner.loaded
-    runner = PiecewiseChunks(loaded, RecordedMemory())
-    assert [check.equal for check in runner.capture()] == [True] * 2 * len(runner.buckets)
-    yield bench_of(engine, runner)
-    engine.close()
+    made = captured()
+    yield made
+    made.engine.close()
 
 
 def test_a_capture_has_a_segment_more_than_breaks(bench: Bench) -> None:
@@ -194,14 +197,9 @@ def shorten(patch: pytest.MonkeyPatch) -> None:
 def built_long() -> Iterator[Bench]:
     with pytest.MonkeyPatch.context() as patch:
         shorten(patch)
-        engine = build(
-            "cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True
-        )
-        runner = PiecewiseChunks(engine.runner.loaded, RecordedMemory())
-        runner.capture()
-        made = bench_of(engine, runner)
+        made = captured()
     yield made
-    engine.close()
+    made.engine.close()
 
 
 @pytest.fixture
@@ -283,6 +281,7 @@ def graphs(role: str, machine: Machine, **engine: object) -> tuple[str, str]:
 
 def test_each_role_gets_the_graphs_it_can_use() -> None:
     assert graphs("prefill", CUDA) == ("piecewise", "eager")
+    assert graphs("prefill", CPU) == graphs("decode", CPU) == ("eager", "eager")
     for asked, wanted in (
         ("auto", ("piecewise", "full")),
         ("full", ("eager", "full")),
@@ -299,15 +298,7 @@ def test_each_role_gets_the_graphs_it_can_use() -> None:
         graphs("decode", CUDA, graph={"decode": "piecewise"})
 
 
-def test_the_cpu_falls_back_to_eager_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, logger="kvlane.config"):
-        for role in ("prefill", "decode"):
-            assert graphs(role, CPU) == ("eager", "eager")
-    for kind in ("prefill", "decode"):
-        said = f"engine.graph.{kind} = eager (the CPU has no graphs)"
-        assert caplog.messages.count(said) == 2
-
-
-def test_graphs_by_name_are_refused_on_the_cpu() -> None:
-    with pytest.raises(Unsupported, match=r"piecewise needs CUDA.*engine\.graph=eager"):
-        build("cpu", "piecewise")
+@pytest.mark.parametrize("graph", ["piecewise", "compiled"])
+def test_graphs_by_name_are_refused_on_the_cpu(graph: str) -> None:
+    with pytest.raises(Unsupported, match=rf"{graph} needs CUDA.*engine\.graph=eager"):
+        build("cpu", graph)
