@@ -65,25 +65,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         f"layer_types: layers of type chunked_attention; {DENSE}",
     ),
 ]
-# Architecture, fields beside SIZES, of models that are served.
+# Architecture, fields beside SIZES, of models that are served; others: tests/equivalence.
 SERVED: list[tuple[str, dict[str, Any]]] = [
-    ("Gemma2ForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}),
-    ("Exaone4ForCausalLM", {"sliding_window": None, "sliding_window_pattern": None}),
-    ("CohereForCausalLM", {}),
-    ("MixtralForCausalLM", {"num_local_experts": 8, "num_experts_per_tok": 2}),
-    (
-        "Qwen3MoeForCausalLM",
-        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-    ),
-    ("NemotronForCausalLM", {"hidden_act": "relu2"}),
-    ("MistralForCausalLM", {"sliding_window": None}),
     ("MistralForCausalLM", {"sliding_window": 32768}),
     ("MistralForCausalLM", {"max_position_embeddings": 4096}),
-    ("Phi3ForCausalLM", {}),
     ("Phi3ForCausalLM", {"sliding_window": 262144}),
     ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 131072}),
-    ("LlamaForCausalLM", {"mlp_bias": True}),
-    ("Qwen3ForCausalLM", {"rope_scaling": YARN, "head_dim": 128}),
     (
         "Phi3ForCausalLM",  # as Phi-3-mini-128k calls it
         {"rope_scaling": SU, "original_max_position_embeddings": 4096},

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from worker.config.checkpoint.mask import KEY_BLOCK
 from worker.config.checkpoint.shape import ModelShape, read_model_shape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -87,29 +86,6 @@ COMMAND_R7B = {
     "rope_theta": 50000, "sliding_window": 4096, "sliding_window_pattern": 4,
     "torch_dtype": "bfloat16", "vocab_size": 256000,
 }  # fmt: skip
-MINITRON = {
-    "architectures": ["NemotronForCausalLM"], "attention_bias": False, "eos_token_id": 3,
-    "head_dim": 128, "hidden_act": "relu2", "hidden_size": 3072, "intermediate_size": 9216,
-    "max_position_embeddings": 4096, "mlp_bias": False, "model_type": "nemotron",
-    "norm_eps": 1e-05, "num_attention_heads": 24, "num_hidden_layers": 32,
-    "num_key_value_heads": 8, "partial_rotary_factor": 0.5, "rope_theta": 10000.0,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 256000,
-}  # fmt: skip
-MISTRAL_V01 = {
-    "architectures": ["MistralForCausalLM"], "eos_token_id": 2, "hidden_act": "silu",
-    "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32000,
-}  # fmt: skip
-PHI_3_MINI = {
-    "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "eos_token_id": 32000,
-    "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192,
-    "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
-    "num_key_value_heads": 32, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-05,
-    "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32064,
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -174,12 +150,3 @@ def test_command_r(read: Any) -> None:
     assert [mask.window for mask in small.masks[:5]] == [4096, 4096, 4096, None, 4096]
     assert [small.rope(i) is None for i in range(5)] == [False, False, False, True, False]
     assert small.scales.logits == 4.0
-
-
-def test_nemotron_mistral_and_phi(read: Any) -> None:
-    shape = read(MINITRON)
-    assert (shape.rotary_dim, shape.rms_norm_eps, shape.features.gated) == (64, 1e-05, False)
-    assert read(MISTRAL_V01).span == 4096 + KEY_BLOCK - 1
-    assert read(MISTRAL_V01 | {"sliding_window": None}).span == 0
-    phi = read(PHI_3_MINI)
-    assert (phi.head_dim, phi.masks[0].window) == (96, 2047)

@@ -24,27 +24,6 @@ def chunk(req_id: str, position: int, *, final: bool = False, dispatch: int = 1)
     return TokenChunk(req_id, dispatch, position, (position,), reason)
 
 
-def test_a_final_goes_again_until_acknowledged_and_nothing_else_does() -> None:
-    sent = Sent()
-    replies = Replies(sent, 1.0)
-    replies.add("a", chunk("x", 0))
-    final = chunk("x", 1, final=True)
-    replies.add("a", final)
-    replies.flush(0.0, 0.0)
-    assert sent.take() == [("a", (chunk("x", 0), final))]
-    for now, expected in ((0.9, []), (1.0, [("a", (final,))]), (1.9, []), (2.1, [("a", (final,))])):
-        replies.flush(now, now)
-        assert sent.take() == expected
-    replies.acknowledged("a", "x", 2)  # another dispatch
-    replies.acknowledged("b", "x", 1)  # another router
-    assert replies.num_unacknowledged == 1
-    replies.acknowledged("a", "x", 1)
-    replies.acknowledged("a", "x", 1)
-    assert replies.num_unacknowledged == 0
-    replies.flush(9.0, 9.0)
-    assert sent.take() == []
-
-
 def test_a_slow_turn_is_not_a_missing_acknowledgement() -> None:
     sent = Sent()
     replies = Replies(sent, 1.0)
@@ -66,6 +45,7 @@ def test_random_traffic_loses_no_chunk_and_repeats_only_finals() -> None:
     unacknowledged: set[tuple[str, str]] = set()
     received: dict[tuple[str, str], list[int]] = {}
     finals: Counter[tuple[str, str]] = Counter()
+    sent_at: dict[tuple[str, str], float] = {}
     num_repeats = 0
     for number in range(10_000):
         now += rnd.random() * 0.3
@@ -89,13 +69,18 @@ def test_random_traffic_loses_no_chunk_and_repeats_only_finals() -> None:
                 got = received.setdefault(key, [])
                 if each.finish_reason is not None:
                     finals[key] += 1
+                    before, sent_at[key] = sent_at.get(key, 0.0), now
                     if finals[key] > 1:
                         num_repeats += 1
                         assert key in unacknowledged
+                        assert now - before >= 1.0
                         continue
                 assert each.position == len(got)
                 got.append(each.position)
         for key in sorted(unacknowledged):
+            assert now - sent_at[key] < 1.0, "it goes again"
+            replies.acknowledged(*key, 2)  # of another dispatch
+            replies.acknowledged("another router", key[1], 1)
             if rnd.random() < 0.2:
                 replies.acknowledged(*key, 1)
                 unacknowledged.discard(key)
