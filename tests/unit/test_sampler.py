@@ -303,18 +303,18 @@ def test_the_same_check_fails_a_broken_sampler(name: str) -> None:
         assert p_value(logits_of(1), CASES[case]) < REJECT
 
 
-def mixed_batch() -> tuple[Tensor, SamplingRows, list[Case]]:
-    """Every case many times, the penalised and the masked ones without that."""
-    plain = [case for case in CASES.values() if not case.has_penalties and not case.allowed]
-    greedy = [Case(temperature=0.0), Case(temperature=0.0, top_k=3, top_p=0.5, min_p=0.2)]
-    cases = [*plain, *greedy] * 40
-    logits = torch.stack([logits_of(i, 96) for i in range(len(cases))])
+def batch_of(cases: list[Case], vocab: int) -> tuple[Tensor, SamplingRows]:
+    """Logits, seeds and positions of their own for each."""
+    logits = torch.stack([logits_of(i, vocab) for i in range(len(cases))])
     number = torch.arange(len(cases))
-    return logits, rows_of(cases, number * 31, number * 7 + 3), cases
+    return logits, rows_of(cases, number * 31, number * 7 + 3)
 
 
 def test_every_tail_that_serves_a_row_draws_the_same() -> None:
-    logits, rows, cases = mixed_batch()
+    plain = [case for case in CASES.values() if not case.has_penalties and not case.allowed]
+    greedy = [Case(temperature=0.0), Case(temperature=0.0, top_k=3, top_p=0.5, min_p=0.2)]
+    cases = [*plain, *greedy] * 40
+    logits, rows = batch_of(cases, 96)
     together = sample(logits.clone(), rows, "filtered")
     for index, case in enumerate(cases):
         filters = case.top_k > 0 or case.top_p < 1 or case.min_p > 0
@@ -328,16 +328,7 @@ def changed_batch() -> tuple[Tensor, SamplingRows, list[Case], Changes]:
     """Neutral rows beside penalised and masked ones, greedy ones among both."""
     greedy = [replace(CASES[name], temperature=0.0) for name in ("plain", "everything", "grammar")]
     cases = [*CASES.values(), *greedy] * 12
-    logits = torch.stack([logits_of(i, 70) for i in range(len(cases))])
-    number = torch.arange(len(cases))
-    rows = rows_of(cases, number * 31, number * 7 + 3)
-    return logits, rows, cases, changes_of(cases, 70)
-
-
-def of_row(changes: Changes, row: int) -> Changes:
-    """`changes` for a batch of this row alone."""
-    line = changes.masks.line[[row]]
-    return replace(changes, masks=changes.masks._replace(line=line))
+    return *batch_of(cases, 70), cases, changes_of(cases, 70)
 
 
 def test_rows_beside_penalised_and_masked_ones_keep_every_bit() -> None:
