@@ -65,11 +65,17 @@ class Row:
 
 
 def make_pool(
-    page_size: int, num_kv_heads: int, head_dim: int, groups: int, dtype: str, pages: int
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    groups: int,
+    dtype: str,
+    pages: int,
+    device: torch.device = CPU,
 ) -> KVPool:
     """A pool in which every slot but the sink page's is NaN."""
     region = KVRegion("target", NUM_LAYERS, num_kv_heads, head_dim, groups, page_size, dtype)
-    pool = KVPool(KVLayout((region,)), pages, CPU)
+    pool = KVPool(KVLayout((region,)), pages, device)
     for layer_id in range(NUM_LAYERS):
         for cache in pool.layer(layer_id):
             cache[1:] = float("nan")
@@ -102,7 +108,8 @@ def make_batch(rows: list[Row], page_size: int, padded_rows: int, padded_reqs: i
     widths = [row.width for row in rows] + [0] * padded_reqs
     max_pages = max(len(row.pages) for row in rows) + 1
     # Entries past a request's pages may be any valid page: here one that is NaN all through.
-    stale = min(set(range(1, 1000)) - {page for row in rows for page in row.pages})
+    held = {page for row in rows for page in row.pages}
+    stale = min(set(range(1, len(held) + 2)) - held)
     table = [row.pages + [stale] * (max_pages - len(row.pages)) for row in rows]
     table += [[0] * max_pages] * padded_reqs
     positions = [p for row in rows for p in range(row.prefix, row.length)]
