@@ -193,10 +193,11 @@ def test_where_a_long_chunk_is_cut_changes_no_bit(cuts, monkeypatch):
         assert torch.equal(part, whole[first:end])
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_float32_is_float32(head_dim):
+@pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "all"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_float32_is_float32(head_dim, options):
     for shapes in (RAGGED, WIDTHS, CHUNKS):
-        check(make(shapes, head_dim=head_dim, dtype="float32"))
+        check(make(shapes, head_dim=head_dim, dtype="float32"), **options)
 
 
 def test_a_batch_of_many_rows_and_a_very_long_one():
