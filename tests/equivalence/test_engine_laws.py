@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import pairwise
 from tests.support.engines import Client, Running, running, value
-from tests.support.laws import ended, one_that_stops, sections
+from tests.support.laws import ids, one_that_stops, sections
 from tests.support.prompts import problem_ids
 from worker.api import FinishReason, Sampling, TokenChunk
 
@@ -34,10 +34,6 @@ def seeded(num: int) -> list[Sampling]:
         )
         for _ in range(num)
     ]
-
-
-def ids(answers: list) -> list[list[int]]:
-    return [answer.tokens for answer in ended(answers)]
 
 
 def asked() -> tuple[list[tuple[int, ...]], list[Sampling]]:
