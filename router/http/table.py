@@ -49,7 +49,10 @@ class Content(NamedTuple):
 
 
 class Route(NamedTuple):
-    """One path. `endpoint` is the name of one in `routes.Endpoints`; "": its row guards a tree."""
+    """One path. `endpoint` is the name of one in `routes.Endpoints`; "": its row guards a tree.
+
+    The document describes no parameter of a path but `{name}` (openapi.py).
+    """
 
     group: str  # of the document
     guard: Guard
