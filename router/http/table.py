@@ -49,10 +49,7 @@ class Content(NamedTuple):
 
 
 class Route(NamedTuple):
-    """One path. `endpoint` is the name of one in `routes.Endpoints`; "": its row guards a tree.
-
-    The document describes no parameter of a path but `{name}` (openapi.py).
-    """
+    """One path. `endpoint` is the name of one in `routes.Endpoints`; "": its row guards a tree."""
 
     group: str  # of the document
     guard: Guard
