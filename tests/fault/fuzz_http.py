@@ -31,6 +31,7 @@ from pathlib import Path
 
 from tests.e2e.harness import enter_namespace_of
 from tests.e2e.raw import Connection
+from tests.e2e.shared import BRIEF
 from tests.fault.http_attacks import attack
 from tests.support.bystander import ASKS
 from tests.support.disturbed import Watched
@@ -39,11 +40,6 @@ from tests.support.heads import Request, post, requests
 from tests.support.mutants import judge, seeds
 from tests.support.patience import HANG_S
 
-CLUSTER = (
-    "--prefill", "1", "--decode", "1",
-    "--set", "disaggregation.mode=always",
-    "--set", "model.max_model_len=64",  # a mutated body may have no limit of tokens
-)  # fmt: skip
 KEYS = "fuzz name=fuzz\nbystander name=bystander\nlimited name=limited concurrency=64\n"
 MODEL = "tiny"
 NUM_CONNECTIONS = 32
@@ -218,7 +214,7 @@ def main(argv: Sequence[str]) -> int:
         keys.write(KEYS)
         keys.flush()
         more = ("--api-key-file", keys.name) if args.keys else ()
-        serve, watched = stack.enter_context(watched_cluster(args, *CLUSTER, *more))
+        serve, watched = stack.enter_context(watched_cluster(args, *BRIEF, *more))
         fuzzing = fuzz(
             watched, seconds=args.seconds, num=args.requests, seed=args.seed, rate=args.rate
         )

@@ -25,6 +25,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.e2e.harness import Serve, enter_namespace_of
+from tests.e2e.shared import BRIEF
 from tests.fault.admission import let_in
 from tests.fault.rogues import Impostor, Ledger, Noise, Rogue, Stranger
 from tests.support.disturbed import Watched
@@ -32,11 +33,6 @@ from tests.support.frames import Frames, seeds
 from tests.support.fuzzing import parser_of, tell_breaches, watched_cluster
 from tests.support.greet import connects, listening_ports
 
-CLUSTER = (
-    "--prefill", "1", "--decode", "1",
-    "--set", "disaggregation.mode=always",
-    "--set", "model.max_model_len=64",
-)  # fmt: skip
 LOCAL = "127.0.0.1"
 LOOK_S = 2.0
 BURST = 8  # frames a link, before what came is read
@@ -155,7 +151,7 @@ def told(ledger: Ledger, took_s: float) -> Iterator[str]:
 def main(argv: Sequence[str]) -> int:
     parser = parser_of(__doc__, "frames")
     args = parser.parse_args(argv)
-    with watched_cluster(args, *CLUSTER) as (serve, watched):
+    with watched_cluster(args, *BRIEF) as (serve, watched):
         ledger, took_s = fuzz(
             watched, seconds=args.seconds, num=args.frames, seed=args.seed, rate=args.rate
         )

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.e2e.harness import Serve
-from tests.support.disturbed import Watched
+from tests.support.disturbed import Watched, watching
 
 
 def parser_of(text: str | None, unit: str) -> argparse.ArgumentParser:
@@ -32,12 +32,8 @@ def watched_cluster(args: argparse.Namespace, *arguments: str) -> Iterator[tuple
         more = [word for each in args.set for word in ("--set", each)]
         serve = Serve(Path(root)).start(*arguments, *more)
         try:
-            watched = Watched(serve.wait_ready())
-            try:
-                watched.begin(args.undisturbed_s)
+            with watching(serve.wait_ready(), args.undisturbed_s) as watched:
                 yield serve, watched
-            finally:
-                watched.close()
         finally:
             serve.end()
 
