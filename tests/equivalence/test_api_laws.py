@@ -243,18 +243,6 @@ def test_alone_equals_among_64_others(alone: Running, expected: list[Answer]) ->
         ended(client.wait(crowd))
 
 
-def test_going_on_elsewhere_changes_nothing(alone: Running, expected: list[Answer]) -> None:
-    """Another worker gets prompt + output so far: counts and grammar are rebuilt from these."""
-    for prompt, sampling, whole in zip(problem_ids(NUM), wishes(), expected, strict=True):
-        cut = len(whole.tokens) // 2
-        if cut:
-            tokens = [*prompt, *whole.tokens[:cut]]
-            sent = alone.client.submit(tokens, sampling, num_prompt_tokens=len(prompt))
-            answer = ended(alone.client.wait([sent]))[0]
-            assert answer.tokens == whole.tokens[cut:]
-            assert answer.finish_reason == whole.finish_reason
-
-
 def test_a_grammar_goes_before_min_tokens(alone: Running) -> None:
     """Nothing but a stop token may follow, and it is too early for one."""
     prompt = problem_ids(1)[0]
