@@ -52,8 +52,7 @@ NICE = 5  # of processes that run other tests: clusters wait more than they comp
 OWN_RAYS = ("test_two_nodes", "test_interrupted_starts", "test_lifecycle")
 CLUSTERS = (
     *OWN_RAYS, "test_prefill_decode", "test_clients", "test_chaos",
-    "test_fuzz_http", "test_openapi", "test_fuzz_wire", "test_disconnects",
-    "test_tensor_parallel",
+    "test_openapi", "test_fuzz", "test_disconnects", "test_tensor_parallel",
 )  # fmt: skip
 # Long ones first, so that the processes end together; all others follow. What waits more than it
 # computes (transport, protocol_faults, load_harness, cluster_hub, wire, liveness, router_*) lies
@@ -66,7 +65,7 @@ EARLY = (
     "test_train", "test_wire", "test_benchmarks", "test_models",
     "test_liveness", "test_sampler", "test_attention_backends", "test_router_direct",
     "test_ngram", "test_router_door", "test_structured",
-    "test_serving", "test_contained", "test_router_dispatch",
+    "test_contained", "test_router_dispatch",
     "test_width", "test_router_life", "test_cluster_supervisor", "test_shared_port",
     "test_handshake", "test_all_reduce",
 )  # fmt: skip

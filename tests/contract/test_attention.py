@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support import pairwise
-from tests.support.attention_asm import attend_asm
+from tests.support.attention_asm import attend_asm, prompt_ptx
 from tests.support.attention_cases import EACH, EVERY, PAIRWISE
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from worker.attention import triton as triton_backend
@@ -65,11 +65,17 @@ class Row:
 
 
 def make_pool(
-    page_size: int, num_kv_heads: int, head_dim: int, groups: int, dtype: str, pages: int
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    groups: int,
+    dtype: str,
+    pages: int,
+    device: torch.device = CPU,
 ) -> KVPool:
     """A pool in which every slot but the sink page's is NaN."""
     region = KVRegion("target", NUM_LAYERS, num_kv_heads, head_dim, groups, page_size, dtype)
-    pool = KVPool(KVLayout((region,)), pages, CPU)
+    pool = KVPool(KVLayout((region,)), pages, device)
     for layer_id in range(NUM_LAYERS):
         for cache in pool.layer(layer_id):
             cache[1:] = float("nan")
@@ -102,7 +108,8 @@ def make_batch(rows: list[Row], page_size: int, padded_rows: int, padded_reqs: i
     widths = [row.width for row in rows] + [0] * padded_reqs
     max_pages = max(len(row.pages) for row in rows) + 1
     # Entries past a request's pages may be any valid page: here one that is NaN all through.
-    stale = min(set(range(1, 1000)) - {page for row in rows for page in row.pages})
+    held = {page for row in rows for page in row.pages}
+    stale = min(set(range(1, len(held) + 2)) - held)
     table = [row.pages + [stale] * (max_pages - len(row.pages)) for row in rows]
     table += [[0] * max_pages] * padded_reqs
     positions = [p for row in rows for p in range(row.prefix, row.length)]
@@ -425,25 +432,6 @@ def test_an_inactive_row_with_a_query_but_no_kv_is_zero(backend):
     pool.close()
 
 
-STEPS = [
-    ("prefill", [(0, 20), (0, 5), (0, 33)]),
-    ("prefill", [(20, 13), (5, 1), (33, 2)]),
-    ("decode", [(33, 1), (6, 1), (35, 1)]),
-    ("spec", [(34, 4), (7, 4), (36, 4)]),
-    ("decode", [(35, 1), (11, 1), (38, 1)]),  # 1, 4 and 2 of each window were accepted
-    ("spec", [(36, 2), (12, 2), (39, 2)]),
-]
-NAMES = ["reference", "triton"]
-if pairwise.whole or not INTERPRETED:
-    NAMES += ["by_length", "flashinfer"]
-LEGAL = {"prefill": NAMES, "decode": NAMES, "spec": ["reference", "by_length", "triton"]}
-COMBINATIONS = [
-    case
-    for case in (pairwise.every if pairwise.whole else pairwise.pairwise)(LEGAL)
-    if ("triton" in case) is INTERPRETED
-]
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_serves_the_region_that_it_is_built_over(backend):
     """Of another geometry than the target, under the same page ids. A tail is not for attention."""
@@ -581,16 +569,6 @@ if not INTERPRETED:
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
     @pytest.mark.parametrize("head_dim", [128, 256])
     def test_the_kernel_of_long_chunks_compiles_for_an_h200(head_dim: int):
-        from worker.attention import prompt_triton as prompt
-
-        types = dict.fromkeys(("q", "out"), "*bf16")
-        block = f"tensordesc<bf16[{prompt.BLOCKS_N[head_dim]}, {head_dim}]>"
-        types |= dict.fromkeys(("keys", "values"), block)
-        types |= dict.fromkeys(("items", "counts", "first_rows"), "*i32") | {"sinks": "constexpr"}
-        types |= dict.fromkeys(("num_tokens", "num_rows", "stride_q"), "i32") | {"scale": "fp32"}
-        constants = prompt.prompt_constants(AttentionShape(32, 8, head_dim, 1.0))
-        stages = prompt.NUM_STAGES[head_dim]
-        options = {"num_warps": prompt.NUM_WARPS, "num_stages": stages}
-        ptx = ptx_of(prompt._prompt_kernel, types, constants, **options)
+        ptx = prompt_ptx(AttentionShape(32, 8, head_dim, 1.0))
         assert "wgmma" in ptx
         assert "cp.async.bulk.tensor" in ptx

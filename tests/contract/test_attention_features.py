@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.contract import test_attention as plain
-from tests.support.attention_asm import attend_asm
+from tests.support.attention_asm import attend_asm, prompt_ptx
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.pairwise import in_whole
 from worker.attention.base import AttentionShape
@@ -174,24 +174,16 @@ if not INTERPRETED:
         from worker.attention import prompt_triton as prompt
         from worker.ops.jit import power_of_two
 
-        wide = power_of_two(head_dim)
-        types = dict.fromkeys(("q", "out", "sinks"), "*bf16")
-        block = f"tensordesc<bf16[{prompt.BLOCKS_N[wide]}, {wide}]>"
-        types |= dict.fromkeys(("keys", "values"), block)
-        types |= dict.fromkeys(("items", "counts", "first_rows"), "*i32")
-        types |= dict.fromkeys(("num_tokens", "num_rows", "stride_q"), "i32") | {"scale": "fp32"}
         shape = AttentionShape(32, 8, head_dim, 1.0, KeyMask(window=512), cap=50.0, sinks=True)
-        options = {"num_warps": prompt.NUM_WARPS, "num_stages": prompt.NUM_STAGES[wide]}
-        ptx = ptx_of(prompt._prompt_kernel, types, prompt.prompt_constants(shape), **options)
-        assert "wgmma" in ptx
-        gathered: dict[str, Any] = {}
-        gathered |= dict.fromkeys(("k_cache", "v_cache", "keys", "values"), "*bf16")
+        assert "wgmma" in prompt_ptx(shape)
+        gathered = dict.fromkeys(("k_cache", "v_cache", "keys", "values"), "*bf16")
         names = ("page_table", "seq_lens", "first_rows", "query_start")
         gathered |= dict.fromkeys(names, "*i32")
         strides = ("stride_table", "stride_page", "stride_cache_head", "stride_head")
         gathered |= dict.fromkeys(strides, "i32")
         constants = {
-            "PAGE": 64, "HEAD_DIM": head_dim, "BLOCK_D": wide, "UNIT": prompt.UNIT, "WINDOW": 512
+            "PAGE": 64, "HEAD_DIM": head_dim, "BLOCK_D": power_of_two(head_dim), "WINDOW": 512,
+            "UNIT": prompt.UNIT,
         }  # fmt: skip
         assert "st.global" in ptx_of(prompt._gather_kernel, gathered, constants)
 

@@ -25,7 +25,7 @@ from tests.e2e.harness import REPOSITORY, Serve, processes, shared_memory
 from tests.e2e.shared import Clusters
 from tests.fault.saturation import saturate, stop_engine
 from tests.support import pairwise
-from tests.support.kills import Killing, Steady, no_memory
+from tests.support.kills import Killing, Steady
 from tests.support.patience import HANG_S
 
 STALL_S = 2
@@ -126,7 +126,7 @@ def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_noth
 
     # Under load: nobody notices, it comes back. tests/gpu/test_kills_on_cuda.py shows GPUs' memory.
     load = Steady(num_problems=NUM, max_tokens=MAX_TOKENS, num_at_once=2)
-    killing = Killing(serve, load, "mooncake/tcp", no_memory, timeout_s=HANG_S)
+    killing = Killing(serve, load, "mooncake/tcp", tuple, timeout_s=HANG_S)
     num = 2 if pairwise.whole else 1
     asyncio.run(killing.repeat(num))
     load.check()

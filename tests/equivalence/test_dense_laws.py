@@ -17,7 +17,7 @@ from tests.equivalence import test_models as models
 from tests.support.chain_checkpoints import write_chain
 from tests.support.engines import running
 from tests.support.expert_families import EXPERTS
-from tests.support.laws import ended
+from tests.support.laws import ids
 from tests.support.lockstep import Ask, Lockstep
 from tests.support.pairwise import halved, in_whole
 from tests.support.places import place
@@ -118,10 +118,7 @@ def served(
     if widths:
         made["spec"] = {"drafter": "ngram", "widths": widths}
     with running(made, num_prefill=int(config["mode"] == "always"), **ranks) as cluster:
-        first, second = (
-            [answer.tokens for answer in ended(cluster.client.generate(asked, GREEDY))]
-            for _ in range(2)
-        )
+        first, second = (ids(cluster.client.generate(asked, GREEDY)) for _ in range(2))
     assert first == second
     assert all(len(ids) == GREEDY.max_tokens for ids in first)
     return first
@@ -144,8 +141,7 @@ def test_a_chain_that_is_fed_by_the_layers_changes_nothing(case: str, tmp_path: 
     made["spec"] = {"drafter": "chain", "path": str(tmp_path), "widths": [4]}
     with running(made, num_prefill=1) as cluster:
         for _ in range(2):
-            answers = cluster.client.generate(prompts(), GREEDY)
-            assert [answer.tokens for answer in ended(answers)] == wanted
+            assert ids(cluster.client.generate(prompts(), GREEDY)) == wanted
 
 
 # But of a short text, which transformers turns otherwise than a long one.
@@ -212,5 +208,4 @@ def test_workers_may_divide_experts_in_other_ways(case: str, prefill: str, decod
     made = sections(path, "always", experts=prefill)
     other = {"engine": made["engine"] | {"experts": decode}}
     with running(made, decode_sections=other, prefill_tp=2, decode_tp=2) as cluster:
-        answers = cluster.client.generate(prompts(), GREEDY)
-        assert [answer.tokens for answer in ended(answers)] == wanted
+        assert ids(cluster.client.generate(prompts(), GREEDY)) == wanted

@@ -17,13 +17,11 @@ import torch
 import worker.weights.eight_bits
 from tests.equivalence import test_dense_laws as dense_laws
 from tests.equivalence import test_models as models
-from tests.equivalence.test_dense_laws import SERVED
-from tests.equivalence.test_eight_bit_kv import mean_kl
+from tests.equivalence.test_eight_bit_kv import WAYS, mean_kl
 from tests.equivalence.test_hybrid_mutants import mutate
 from tests.equivalence.test_quantized_files import FORMS, published
 from tests.support.pairwise import in_whole
 from tests.support.places import place
-from tests.support.processes import on_ranks
 from worker.config import ModelConfig, SpecConfig
 from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.config.checkpoint.quantization import SCALE_BLOCK as BLOCK
@@ -67,9 +65,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
          "head_dim": 64, "linear_num_value_heads": 4, "linear_value_head_dim": 64},
     ),
 }  # fmt: skip
-WAYS: dict[str, dict[str, Any]] = SERVED | {
-    "preempted": {"mode": "always", "num_pages": 14, "growth_tokens": 4}
-}
 pytestmark = pytest.mark.usefixtures("one_thread", "multiplied")
 
 
@@ -223,13 +218,6 @@ def test_traced_layers_are_those_of_eager() -> None:
     dense_laws.check_traced(saved())
 
 
-def both(path: Path, collective: Any = None) -> list[tuple[list[int], torch.Tensor]]:
-    options = {"eight": True, "noise": 3}
-    made = models.load(path, collective, eight=True), models.load(path, collective, **options)
-    held, noise = (models.Engine(each).run(chunk=64) for each in made)
-    return [*held, noise[0]]
-
-
 @pytest.mark.parametrize(
     ("kind", "form"),
     [
@@ -240,12 +228,7 @@ def both(path: Path, collective: Any = None) -> list[tuple[list[int], torch.Tens
     ],
 )
 def test_two_ranks_equal_one(kind: str, form: str, tmp_path: Path) -> None:
-    path = saved(kind, form)
-    expected = both(path)
-    for results in on_ranks(2, tmp_path, lambda group: both(path, group)):
-        for (ids, logits), (wanted_ids, wanted) in zip(results, expected, strict=True):
-            assert ids == wanted_ids
-            assert (logits - wanted).norm() < 0.01 * wanted.norm(), "now and then a value tips"
+    models.assert_two_ranks_equal_one(saved(kind, form), tmp_path, eight=True)
 
 
 def test_ranks_that_would_share_a_block_are_refused_by_name() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import pairwise
 from tests.support.engines import Client, Running, running, value
-from tests.support.laws import ended, one_that_stops, sections
+from tests.support.laws import ids, one_that_stops, sections
 from tests.support.prompts import problem_ids
 from worker.api import FinishReason, Sampling, TokenChunk
 
@@ -34,10 +34,6 @@ def seeded(num: int) -> list[Sampling]:
         )
         for _ in range(num)
     ]
-
-
-def ids(answers: list) -> list[list[int]]:
-    return [answer.tokens for answer in ended(answers)]
 
 
 def asked() -> tuple[list[tuple[int, ...]], list[Sampling]]:
@@ -91,7 +87,7 @@ def test_whatever_serves_a_request_changes_nothing(
             for role in ("prefill", "decode")
         )
         # Cold, then with whatever the prefix trees kept; on a busy machine rows rarely meet.
-        for number in range(20):
+        for number in range(60):
             assert ids(cluster.client.generate(*asked())) == expected
             preempted = sum(value(each.metrics.preemptions) for each in decodes)
             if number and (pages != "few" or preempted > 0):

@@ -1,6 +1,5 @@
 """Models with experts against `transformers`; each part of their routing left out is seen."""
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.equivalence.test_models import BOUND, Engine, assert_same, load, save_random
+from tests.equivalence import test_models as models
+from tests.equivalence.test_models import assert_same, edit, load, save_random
 from tests.support.expert_families import EXPERTS
 from tests.support.pairwise import in_whole
-from tests.support.processes import on_ranks
 from worker.config.checkpoint.experts import Division, ExpertShape, Held, rank_experts
 from worker.config.checkpoint.shape import read_model_shape
 from worker.errors import Unsupported
@@ -40,20 +39,7 @@ def test_logits_and_greedy_ids_equal_transformers(case: str, tmp_path: Path) -> 
 )
 def test_two_ranks_equal_one(case: str, division: Division, tmp_path: Path) -> None:
     save_random(tmp_path, *EXPERTS[case])
-
-    def run(group: Any = None) -> list[tuple[list[int], torch.Tensor]]:
-        noise = load(tmp_path, group, division, noise=3)
-        return [
-            each
-            for model in (load(tmp_path, group, division), noise)
-            for each in Engine(model).run(chunk=64)
-        ]
-
-    expected = run()
-    for results in on_ranks(2, tmp_path, run):
-        for (ids, logits), (wanted_ids, wanted) in zip(results, expected, strict=True):
-            assert ids == wanted_ids
-            assert (logits - wanted).abs().max() < BOUND
+    models.assert_two_ranks_equal_one(tmp_path, tmp_path, experts=division)
 
 
 def wrong_weights(**changes: Any) -> Any:
@@ -133,12 +119,9 @@ def test_tensors_that_are_missing_or_of_no_expert_are_named(tmp_path: Path) -> N
 )
 def test_a_wrong_field_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     save_random(tmp_path, *EXPERTS["qwen3-moe"])
-    file = tmp_path / "config.json"
-    values = json.loads(file.read_text())
-    values["num_experts"] = values.pop("num_local_experts", values.get("num_experts"))
-    file.write_text(json.dumps(values))
+    edit(tmp_path, num_experts=8, num_local_experts="absent")
     read_model_shape(tmp_path)
-    file.write_text(json.dumps(values | changes))
+    edit(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         read_model_shape(tmp_path)
 

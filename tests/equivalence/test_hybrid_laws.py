@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.engines import Running, running, value
 from tests.support.hybrids import hybrid, poison
-from tests.support.laws import ended
+from tests.support.laws import ids
 from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.pairwise import in_whole, more
 from tests.support.patience import until
@@ -39,10 +39,6 @@ def sections(mode: str, **engine: object) -> dict[str, dict[str, object]]:
         "engine": {"threads": 1, "max_num_reqs": 16, "strict": True, **engine},
         "disaggregation": {"mode": mode},
     }
-
-
-def ids(answers: list) -> list[list[int]]:
-    return [answer.tokens for answer in ended(answers)]
 
 
 @pytest.fixture(scope="module")

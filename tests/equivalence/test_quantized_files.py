@@ -1,6 +1,5 @@
 """Weights in eight bits as they are published, against what `transformers` computes from them."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.equivalence.test_models import assert_same, load, save_random
+from tests.equivalence.test_models import assert_same, edit, load, save_random
 from worker.config.checkpoint.shape import read_model_shape
 from worker.errors import UserError
 from worker.weights.formats import Readings
@@ -43,8 +42,7 @@ CASES = {"qwen3": ("Qwen3", SIZES), "phi3": ("Phi3", FUSED)}
 def published(path: Path, form: str, reference: torch.nn.Module | None = None) -> None:
     """Rewrite a saved model as such a form, and give the reference what that is worth."""
     config, end = FORMS[form]
-    whole = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(whole | {"quantization_config": config}))
+    edit(path, quantization_config=config)
     held = load_file(path / "model.safetensors")
     kept = {} if reference is None else dict(reference.named_parameters())
     scales = {}
@@ -115,9 +113,7 @@ def test_transformers_reads_the_same_weights(tmp_path: Path) -> None:
 )
 def test_another_form_is_refused_by_field_and_value(change, said: str, tmp_path: Path) -> None:
     save_random(tmp_path, *CASES["qwen3"])
-    whole = json.loads((tmp_path / "config.json").read_text())
-    whole["quantization_config"] = BLOCKS | change
-    (tmp_path / "config.json").write_text(json.dumps(whole))
+    edit(tmp_path, quantization_config=BLOCKS | change)
     with pytest.raises(UserError, match=said):
         read_model_shape(tmp_path)
 

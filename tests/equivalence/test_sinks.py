@@ -44,12 +44,7 @@ def test_logits_and_greedy_ids_equal_transformers(saved: tuple[torch.nn.Module, 
 
 
 def test_two_ranks_equal_one(saved: tuple[torch.nn.Module, Path], tmp_path: Path) -> None:
-    _, path = saved
-    expected = models.both(path)
-    for results in models.on_ranks(2, tmp_path, lambda group: models.both(path, group)):
-        for (ids, logits), (wanted_ids, wanted) in zip(results, expected, strict=True):
-            assert ids == wanted_ids
-            assert (logits - wanted).abs().max() < models.BOUND
+    models.assert_two_ranks_equal_one(saved[1], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +64,3 @@ def test_sinks_left_out_are_red(
     mutate(monkeypatch, where, old, new)
     with pytest.raises((AssertionError, ValueError)):
         models.assert_same(*saved, chunks=(64,))
-
-
-def test_gpt_oss_itself_is_refused() -> None:
-    assert not any("GptOss" in name for name in FAMILIES)

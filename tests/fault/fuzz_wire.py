@@ -15,28 +15,22 @@ fails or gets a wrong text, if somebody logs a traceback, or if memory, threads,
 anything that a request holds does not come back. Needs root: it runs in namespaces of its own.
 """
 
-import json
 import random
 import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 from tests.e2e.harness import Serve, enter_namespace_of
+from tests.e2e.shared import BRIEF
 from tests.fault.admission import let_in
 from tests.fault.rogues import Impostor, Ledger, Noise, Rogue, Stranger
 from tests.support.disturbed import Watched
 from tests.support.frames import Frames, seeds
-from tests.support.fuzzing import parser_of, tell_breaches, watched_cluster
+from tests.support.fuzzing import kept, parser_of, tell_breaches, watched_cluster
 from tests.support.greet import connects, listening_ports
 
-CLUSTER = (
-    "--prefill", "1", "--decode", "1",
-    "--set", "disaggregation.mode=always",
-    "--set", "model.max_model_len=64",
-)  # fmt: skip
 LOCAL = "127.0.0.1"
 LOOK_S = 2.0
 BURST = 8  # frames a link, before what came is read
@@ -133,14 +127,6 @@ def fuzz(
         return crowd.ledger, took_s
 
 
-def kept(ledger: Ledger, seed: int, breaches: Sequence[str], place: Path) -> Path:
-    """A file with what is wrong, the seed, and the last frames."""
-    path = place / f"fuzz-wire-{seed}-{int(time.time())}.json"
-    frames = [each.shown() for each in ledger.last]
-    path.write_text(json.dumps({"seed": seed, "breaches": list(breaches), "frames": frames}))
-    return path
-
-
 def told(ledger: Ledger, took_s: float) -> Iterator[str]:
     """Lines about what was sent."""
     yield f"{ledger.num} frames in {took_s:.1f} s, {ledger.num / took_s:.0f}/s"
@@ -155,7 +141,7 @@ def told(ledger: Ledger, took_s: float) -> Iterator[str]:
 def main(argv: Sequence[str]) -> int:
     parser = parser_of(__doc__, "frames")
     args = parser.parse_args(argv)
-    with watched_cluster(args, *CLUSTER) as (serve, watched):
+    with watched_cluster(args, *BRIEF) as (serve, watched):
         ledger, took_s = fuzz(
             watched, seconds=args.seconds, num=args.frames, seed=args.seed, rate=args.rate
         )
@@ -163,7 +149,8 @@ def main(argv: Sequence[str]) -> int:
         breaches = watched.breaches()
         print("\n".join([f"seed {args.seed}", *told(ledger, took_s), *watched.report()]))
         if breaches:
-            tell_breaches(serve, breaches, kept(ledger, args.seed, breaches, args.out))
+            path = kept("wire", args.seed, breaches, ledger.shown(), args.out)
+            tell_breaches(serve, breaches, path)
     return int(bool(breaches))
 
 

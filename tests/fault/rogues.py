@@ -16,31 +16,15 @@ from typing import NamedTuple
 import zmq
 
 from tests.support.frames import Frame, Frames, seeds
-from worker.api import (
-    AnyMessage,
-    Bye,
-    Error,
-    Generate,
-    KVReady,
-    Member,
-    Ping,
-    Pong,
-    Refused,
-    Release,
-    Role,
-    WorkerStats,
-    Xfer,
-    decode,
-    encode,
-)
+from worker import api
 from worker.keyring import CLOSE_LINGER_MS, Keyring
 
 NUM_REMEMBERED = 400  # frames that were sent last, for whoever looks for the one that did it
 SHOWN_BYTES = 4096
 MUTE_S = 1.0
 HIGH_WATER = 200  # frames that wait in a socket of ours
-STATS = WorkerStats(draining=True)  # nobody is sent to us
-BUSY = Error("busy", "no room")
+STATS = api.WorkerStats(draining=True)  # nobody is sent to us
+BUSY = api.Error("busy", "no room")
 
 
 class Sent(NamedTuple):
@@ -71,6 +55,10 @@ class Ledger:
         """Frames of all doors."""
         return sum(self.by_door.values())
 
+    def shown(self) -> list[dict[str, object]]:
+        """The last frames, for a file."""
+        return [each.shown() for each in self.last]
+
     def note(self, door: str, kind: str, *parts: bytes) -> None:
         """One has left."""
         self.by_door[door] += 1
@@ -81,7 +69,7 @@ class Ledger:
 def is_message(payload: bytes) -> bool:
     """Whether the other side reads it as a message, and so counts it."""
     try:
-        decode(payload)
+        api.decode(payload)
     except Exception:
         return False
     return True
@@ -125,7 +113,7 @@ class Door:
         """The parts of the next frame."""
         if self.is_ours and (not self.link or (self.number == 0 and self.rng.random() < 0.9)):
             self.begun(time.monotonic_ns())
-            return "Ping", [self.honest(encode(Ping(self.me)))]
+            return "Ping", [self.honest(api.encode(api.Ping(self.me)))]
         frame = self.frames.next()
         if frame.lies:
             return f"{frame.kind}, a lie", [*frame.rest, self._lie(frame)]
@@ -161,11 +149,11 @@ class Door:
 class Rogue:
     """A member gone bad: it connects to every worker, and others connect to it if it is one."""
 
-    def __init__(self, name: str, role: Role, rng: random.Random, ledger: Ledger) -> None:
+    def __init__(self, name: str, role: api.Role, rng: random.Random, ledger: Ledger) -> None:
         self._context = zmq.Context()
         self._keyring = Keyring()
         self._rng, self._ledger = rng, ledger
-        self._leased: dict[Xfer, Door] = {}
+        self._leased: dict[api.Xfer, Door] = {}
         self._out: dict[Door, zmq.Socket[bytes]] = {}
         self._in: dict[str, tuple[Door, bytes]] = {}  # by who has connected: and its route
         address = ""
@@ -176,9 +164,9 @@ class Rogue:
             address = f"tcp://127.0.0.1:{port}"
         incarnation = f"bad{rng.randrange(16**5):05x}"
         key = self._keyring.key
-        self.member = Member(name, role, incarnation, address, layout_hash="none", wire_key=key)
+        self.member = api.Member(name, role, incarnation, address, layout_hash="none", wire_key=key)
 
-    def meet(self, members: Sequence[Member]) -> None:
+    def meet(self, members: Sequence[api.Member]) -> None:
         """Connect to the workers among them, and let all of them connect."""
         self._keyring.admit({each.peer: each.wire_key for each in members})
         self._names = [each.peer for each in members]
@@ -201,10 +189,10 @@ class Rogue:
         """Answer as far as it keeps others' links up, and drop the rest."""
         for door, dealer in self._out.items():
             for _, payload in self._heard(dealer):
-                message = decode(payload)
-                if isinstance(message, Bye):
+                message = api.decode(payload)
+                if isinstance(message, api.Bye):
                     door.over()
-                elif isinstance(message, KVReady):
+                elif isinstance(message, api.KVReady):
                     self._leased[message.xfer] = door
         if not self.member.address:
             return
@@ -223,21 +211,21 @@ class Rogue:
         """Give back what prefill workers hold for it, which else lasts as long as its leases."""
         for door in self._out:
             door.begun(time.monotonic_ns())
-            messages: list[AnyMessage] = [Ping(self.member.peer)]
-            messages += [Release(xfer) for xfer, to in self._leased.items() if to is door]
+            messages: list[api.AnyMessage] = [api.Ping(self.member.peer)]
+            messages += [api.Release(xfer) for xfer, to in self._leased.items() if to is door]
             for message in messages:
-                self._out[door].send(door.honest(encode(message)))
+                self._out[door].send(door.honest(api.encode(message)))
 
     def close(self) -> None:
         """Its links end, as if its process had."""
         self._context.destroy(linger=CLOSE_LINGER_MS)
 
     def _answer(self, door: Door, route: bytes, payload: bytes) -> None:
-        message = decode(payload)
-        if isinstance(message, Ping):
-            reply = encode(Pong(self.member.peer, STATS))
-        elif isinstance(message, Generate):  # none of ours: a client waits for it
-            reply = encode(Refused(message.req_id, message.dispatch, BUSY, 1.0))
+        message = api.decode(payload)
+        if isinstance(message, api.Ping):
+            reply = api.encode(api.Pong(self.member.peer, STATS))
+        elif isinstance(message, api.Generate):  # none of ours: a client waits for it
+            reply = api.encode(api.Refused(message.req_id, message.dispatch, BUSY, 1.0))
         else:
             return
         self._listener.send_multipart([route, door.honest(reply)], zmq.NOBLOCK)
@@ -365,7 +353,7 @@ class Impostor:
     """A socket of pyzmq without a member's key: plain, or with a key of its own."""
 
     def __init__(
-        self, member: Member, frames: Frames, rng: random.Random, ledger: Ledger, *, plain: bool
+        self, member: api.Member, frames: Frames, rng: random.Random, ledger: Ledger, *, plain: bool
     ) -> None:
         self._member, self._plain = member, plain
         self._frames, self._rng, self._ledger = frames, rng, ledger

@@ -33,6 +33,7 @@ from tests.fault.test_protocol_faults import (
     lose,
     num_retries,
     patched,
+    texts,
     undisturbed,
 )
 from tests.support.books import check_book
@@ -41,7 +42,7 @@ from tests.support.patience import until
 from tests.support.prompts import problem_ids
 from worker import api
 
-__all__ = ["patched", "undisturbed"]
+__all__ = ["patched", "texts", "undisturbed"]
 DEAD, LIVING = "decode-0", "decode-1"
 
 
@@ -49,12 +50,6 @@ DEAD, LIVING = "decode-0", "decode-1"
 def cluster(patched: None) -> Iterator[Running]:
     with faulty("shm", num_decode=2) as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def texts(cluster: Running) -> Texts:
-    """Undisturbed, prefilled by decode itself."""
-    return [a.tokens for a in cluster.client.generate(problem_ids(NUM), GREEDY, prefills=[])]
 
 
 def peer_of(cluster: Running, name: str) -> api.PeerId:

@@ -38,11 +38,6 @@ def test_the_paged_kernel_matches_the_reference(asked, head_dim, shapes, heads, 
     plain.check(case, **ASKED[asked])
 
 
-@pytest.mark.parametrize("head_dim", [96, 128])
-def test_float32_is_float32(head_dim: int) -> None:
-    plain.check(plain.make(plain.WIDTHS, head_dim=head_dim, dtype="float32"), **plain.ALL)
-
-
 @pytest.mark.product(
     asked=tuple(ASKED), head_dim=tuple(DTYPES), page=(16, 64), number=tuple(range(len(plain.LONG)))
 )

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.contract.test_attention import NUM_LAYERS, make_batch, make_pool, make_rows
 from tests.support.attention_cases import DTYPES, EVERY, GROUPS, HEAD_DIMS, PAGE_SIZES
 from worker.attention import triton as triton_backend
 from worker.attention.base import AttentionShape
 from worker.attention.paged_tiles import SHORT_KEYS
 from worker.attention.qk_rope_store import store_kv_ref
-from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.config.backends import ATTENTION
 from worker.config.checkpoint.mask import KeyMask
@@ -30,8 +30,8 @@ from worker.registry import resolve
 
 pytestmark = pytest.mark.gpu(1)
 
-NUM_LAYERS = 4
 LAYER = 2
+CUDA = torch.device("cuda")
 COMPILED = [("bfloat16", 128), ("float16", 64)]
 if os.environ.get("KVLANE_TEST_FULL"):
     COMPILED = [(dtype, head_dim) for dtype in DTYPES for head_dim in HEAD_DIMS]
@@ -54,16 +54,6 @@ class Case:
     v: Tensor
 
 
-def pool_of(kv_heads: int, head_dim: int, page: int, groups: int, dtype: str, pages: int) -> KVPool:
-    """A pool on the GPU in which all but the sink page is NaN."""
-    region = KVRegion("target", NUM_LAYERS, kv_heads, head_dim, groups, page, dtype)
-    pool = KVPool(KVLayout((region,)), pages, torch.device("cuda"))
-    for layer_id in range(NUM_LAYERS):
-        for cache in pool.layer(layer_id):
-            cache[1:] = float("nan")
-    return pool
-
-
 def make(
     shapes: list[tuple[int, int]],
     heads: tuple[int, int] = (8, 2),
@@ -76,41 +66,20 @@ def make(
     seed: int = 0,
 ) -> Case:
     """Requests of (prefix, width); their prefixes are random, what no request owns is NaN."""
+    rows, pages = make_rows(shapes, page, seed)
+    pool = make_pool(page, heads[1], head_dim, groups, dtype, pages, CUDA)
     torch.manual_seed(seed)
-    needs = [-(-(prefix + width) // page) for prefix, width in shapes]
-    order = (torch.randperm(sum(needs) + 2) + 1).tolist()
-    stale = order.pop()
-    pool = pool_of(heads[1], head_dim, page, groups, dtype, sum(needs) + 3)
-    table, slots = [], []
-    for (prefix, width), need in zip(shapes, needs, strict=True):
-        mine, order = order[:need], order[need:]
-        at = torch.arange(prefix + width)
-        pages = torch.tensor(mine)[at // page].cuda()
+    for row in rows:
+        at = torch.arange(row.prefix)
+        mine, slots = torch.tensor(row.pages)[at // page].cuda(), (at % page).cuda()
         for cache in pool.layer(LAYER):
-            filled = torch.randn(prefix, heads[1], head_dim, device="cuda", dtype=cache.dtype)
-            cache[pages[:prefix], :, (at % page)[:prefix].cuda()] = filled
-        slots.append((pages.cpu() * page + at % page)[prefix:])
-        table.append(mine + [stale] * (max(needs) + 1 - need))
-    table += [[0] * (max(needs) + 1)] * padded_reqs
-    widths = [width for _, width in shapes] + [0] * padded_reqs
-    lengths = [prefix + width for prefix, width in shapes] + [0] * padded_reqs
-    num_tokens = sum(widths) + padded_rows
-    batch = Batch(
-        input_ids=torch.zeros(num_tokens, dtype=torch.int64, device="cuda"),
-        positions=torch.zeros(num_tokens, dtype=torch.int64, device="cuda"),
-        slot_mapping=torch.cat([*slots, torch.zeros(padded_rows, dtype=torch.int64)]).cuda(),
-        query_start=torch.tensor([0, *widths]).cumsum(0).int().cuda(),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32, device="cuda"),
-        page_table=torch.tensor(table, dtype=torch.int32, device="cuda"),
-        num_reqs=len(widths),
-        num_tokens=num_tokens,
-        max_query_len=max(widths),
-        max_seq_len_ub=max(lengths) + 7,
-        host=HostLengths(widths, lengths),
-    )
+            size = row.prefix, heads[1], head_dim
+            cache[mine, :, slots] = torch.randn(size, device=CUDA, dtype=cache.dtype)
+    with CUDA:
+        batch = make_batch(rows, page, padded_rows, padded_reqs)
     torch_dtype = getattr(torch, dtype)
     q, k, v = (
-        torch.randn(num_tokens, n, head_dim, device="cuda", dtype=torch_dtype)
+        torch.randn(batch.num_tokens, n, head_dim, device="cuda", dtype=torch_dtype)
         for n in (heads[0], heads[1], heads[1])
     )
     return Case(pool, batch, q, k, v)
@@ -137,9 +106,9 @@ def attend(attention: Any, case: Case, batch: Batch | None = None) -> Tensor:
 def oracle(case: Case, **options: Any) -> Tensor:
     """The reference backend's result from a float32 copy of the pool."""
     region = case.pool.region()
-    exact = pool_of(
-        region.num_kv_heads, region.head_dim, region.page_size, region.num_groups, "float32",
-        case.pool.num_pages,
+    exact = make_pool(
+        region.page_size, region.num_kv_heads, region.head_dim, region.num_groups, "float32",
+        case.pool.num_pages, CUDA,
     )  # fmt: skip
     pairs = zip(exact.layer(LAYER), case.pool.layer(LAYER), strict=True)
     for cache, source in pairs:
@@ -224,10 +193,11 @@ def test_where_a_long_chunk_is_cut_changes_no_bit(cuts, monkeypatch):
         assert torch.equal(part, whole[first:end])
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_float32_is_float32(head_dim):
+@pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "all"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_float32_is_float32(head_dim, options):
     for shapes in (RAGGED, WIDTHS, CHUNKS):
-        check(make(shapes, head_dim=head_dim, dtype="float32"))
+        check(make(shapes, head_dim=head_dim, dtype="float32"), **options)
 
 
 def test_a_batch_of_many_rows_and_a_very_long_one():
@@ -293,7 +263,7 @@ def test_a_graph_serves_lengths_that_it_was_not_captured_with(num_reqs, options)
 def test_a_row_that_ended_unseen_changes_no_other(name):
     """The device has the sink in its place; the host still counts on."""
     case = make(RAGGED, heads=(32, 8), padded_rows=0, padded_reqs=0)
-    attention, live = backend("flashinfer", case), case.batch
+    attention, live = backend(name, case), case.batch
     whole = attend(attention, case)
     sunk = [each.clone() for each in (live.seq_lens, live.slot_mapping, live.page_table)]
     for each, value in zip(sunk, (1, 0, 0), strict=True):

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from tests.equivalence import test_hybrid_laws as laws
 from tests.gpu.sync import check_no_wait
 from tests.support.engines import Running, running, value
+from tests.support.laws import ended
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
 from tests.unit import test_recurrent as rule
@@ -148,7 +149,7 @@ def test_in_bfloat16_a_prompt_ends_where_decode_does() -> None:
     """Logprobs of a token that follows by the recurrence, and by chunks over the same text."""
     with running(sections("cuda", "never", "bfloat16"), num_prefill=0) as cluster:
         greedy = Sampling(64, temperature=0.0, ignore_eos=True, logprobs=5)
-        decoded = laws.ended(cluster.client.generate(prompts(), [greedy] * 16))
+        decoded = ended(cluster.client.generate(prompts(), [greedy] * 16))
         gaps = []
         for at in range(1, 64, 3):
             texts = [(*p, *a.tokens[:at]) for p, a in zip(prompts(), decoded, strict=True)]

@@ -1,10 +1,10 @@
-"""The paged kernel, compiled for an H200 without one."""
+"""The kernels of attention, compiled for an H200 without one."""
 
 from typing import Any
 
 import torch
 
-from tests.support.interpreted import asm_of
+from tests.support.interpreted import asm_of, ptx_of
 from worker.attention.base import AttentionShape
 from worker.attention.paged_tiles import choose
 from worker.forward.batch import Bounds
@@ -30,3 +30,18 @@ def attend_asm(
     constants = paged.constants_of(tiles, shape, 64, dtype) | {"PDL": True}
     options = paged.options_of(tiles, shape, constants)
     return asm_of(paged._attend_kernel, types, constants, **options), constants
+
+
+def prompt_ptx(shape: AttentionShape) -> str:
+    """Of the kernel of long chunks, over bf16."""
+    from worker.attention import prompt_triton as prompt
+
+    wide = power_of_two(shape.head_dim)
+    types = dict.fromkeys(("q", "out"), "*bf16")
+    block = f"tensordesc<bf16[{prompt.BLOCKS_N[wide]}, {wide}]>"
+    types |= dict.fromkeys(("keys", "values"), block)
+    types |= dict.fromkeys(("items", "counts", "first_rows"), "*i32")
+    types |= dict.fromkeys(("num_tokens", "num_rows", "stride_q"), "i32") | {"scale": "fp32"}
+    types |= {"sinks": "*bf16" if shape.sinks else "constexpr"}
+    options = {"num_warps": prompt.NUM_WARPS, "num_stages": prompt.NUM_STAGES[wide]}
+    return ptx_of(prompt._prompt_kernel, types, prompt.prompt_constants(shape), **options)

@@ -6,7 +6,8 @@ own as well. A process of Ray or of a grammar's trial may end; what `status` nam
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -180,3 +181,14 @@ class Watched:
         while (found := left()) and time.monotonic() < deadline:
             time.sleep(0.3)
         return found
+
+
+@contextmanager
+def watching(serve: Serve, undisturbed_s: float) -> Iterator[Watched]:
+    """A cluster that a client has used undisturbed for so long; the client ends with this."""
+    watched = Watched(serve)
+    try:
+        watched.begin(undisturbed_s)
+        yield watched
+    finally:
+        watched.close()

@@ -10,47 +10,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from worker.api import (
-    Abort,
-    Ack,
-    AnyMessage,
-    Bye,
-    Candidate,
-    Chunks,
-    Claim,
-    Claimed,
-    Error,
-    FinishReason,
-    Generate,
-    KVReady,
-    Message,
-    Ping,
-    Pong,
-    Prefill,
-    PrefillRefused,
-    RankMessage,
-    Refused,
-    Release,
-    Renew,
-    RenewAck,
-    Sampling,
-    Stages,
-    Stop,
-    TokenChunk,
-    TokenLogprob,
-    Window,
-    WorkerStats,
-    Xfer,
-    encode,
-)
+from worker import api
 
 MAX_TOKENS = 4  # of what is valid: it is computed
 TOKENS = (5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21)
-SAMPLING = Sampling(MAX_TOKENS, stop_ids=(3,), logit_bias=((5, 1.0),), logprobs=1, min_p=0.1)
-PLAIN = Sampling(MAX_TOKENS, temperature=0.0)
-ERROR = Error("busy", "no room", None)
-SCORED = (TokenLogprob(-0.5, ((5, -0.5),)),)
-STAGES = Stages(0.1, 0.1, 0.1, 0.1, 0.1, "prefill-0/x")
+SAMPLING = api.Sampling(MAX_TOKENS, stop_ids=(3,), logit_bias=((5, 1.0),), logprobs=1, min_p=0.1)
+PLAIN = api.Sampling(MAX_TOKENS, temperature=0.0)
+ERROR = api.Error("busy", "no room", None)
+SCORED = (api.TokenLogprob(-0.5, ((5, -0.5),)),)
+STAGES = api.Stages(0.1, 0.1, 0.1, 0.1, 0.1, "prefill-0/x")
 NUM_KEPT = 64  # frames that may be sent again
 MAX_HUGE_BYTES = 140 << 20  # beyond what a socket takes
 NASTY: tuple[Any, ...] = (
@@ -62,37 +30,37 @@ NASTY: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def seeds(own: str, peer: str, prefill: str) -> list[AnyMessage]:
+def seeds(own: str, peer: str, prefill: str) -> list[api.AnyMessage]:
     """A valid one of every type, and of some two.
 
     own: who sends them; peer: who gets them; prefill: a worker of that role.
     """
-    xfer = Xfer("x-1", 1, own.rpartition("/")[2], peer.rpartition("/")[2])
-    back = Xfer("x-1", 1, peer.rpartition("/")[2], own.rpartition("/")[2])
-    chunk = TokenChunk(
-        "r-1", 1, 17, (5,), FinishReason.LENGTH, None, 16, SCORED, STAGES, Window(17, 2, (5,), 1)
-    )
+    xfer = api.Xfer("x-1", 1, own.rpartition("/")[2], peer.rpartition("/")[2])
+    back = api.Xfer("x-1", 1, peer.rpartition("/")[2], own.rpartition("/")[2])
+    ends, window = api.FinishReason.LENGTH, api.Window(17, 2, (5,), 1)
+    chunk = api.TokenChunk("r-1", 1, 17, (5,), ends, None, 16, SCORED, STAGES, window)
+    asked, told = (api.Candidate(prefill),), (api.Candidate(prefill, 1, 0.1, 16),)
     return [
-        Generate("r-1", 1, TOKENS, 17, SAMPLING, 5.0, (Candidate(prefill),), "", "", "key-1"),
-        Generate("r-2", 1, TOKENS, 16, PLAIN, 5.0, (Candidate(prefill, 1, 0.1, 16),), "r-1"),
-        Claim("r-3", 1, "key-1", 5.0),
-        Claimed("r-3", 1, True),
-        Stop("r-1", 1, 18),
-        Abort("r-1", 1, True),
-        Ack("r-1", 1),
-        Refused("r-1", 1, ERROR, 0.1),
-        Chunks((chunk, TokenChunk("r-2", 1, 18))),
-        Prefill(xfer, TOKENS, 0, 1e9, PLAIN, 17, ""),
-        Prefill(xfer, TOKENS, 16),
-        PrefillRefused(back, ERROR),
-        KVReady(back, 0, (1, 2), 0, 1, True, 16, 0.1, 5),
-        Renew(1, (xfer, xfer)),
-        RenewAck(1, (back,)),
-        Release(xfer),
-        Ping(own),
-        Pong(own, WorkerStats(draining=True)),
-        Bye(),
-        RankMessage(b"\x91\xa5Ended"),
+        api.Generate("r-1", 1, TOKENS, 17, SAMPLING, 5.0, asked, "", "", "key-1"),
+        api.Generate("r-2", 1, TOKENS, 16, PLAIN, 5.0, told, "r-1"),
+        api.Claim("r-3", 1, "key-1", 5.0),
+        api.Claimed("r-3", 1, True),
+        api.Stop("r-1", 1, 18),
+        api.Abort("r-1", 1, True),
+        api.Ack("r-1", 1),
+        api.Refused("r-1", 1, ERROR, 0.1),
+        api.Chunks((chunk, api.TokenChunk("r-2", 1, 18))),
+        api.Prefill(xfer, TOKENS, 0, 1e9, PLAIN, 17, ""),
+        api.Prefill(xfer, TOKENS, 16),
+        api.PrefillRefused(back, ERROR),
+        api.KVReady(back, 0, (1, 2), 0, 1, True, 16, 0.1, 5),
+        api.Renew(1, (xfer, xfer)),
+        api.RenewAck(1, (back,)),
+        api.Release(xfer),
+        api.Ping(own),
+        api.Pong(own, api.WorkerStats(draining=True)),
+        api.Bye(),
+        api.RankMessage(b"\x91\xa5Ended"),
     ]
 
 
@@ -109,10 +77,10 @@ class Frame(NamedTuple):
 class Frames:
     """An endless row of them, the same for the same seed."""
 
-    def __init__(self, rng: random.Random, messages: Sequence[Message]) -> None:
+    def __init__(self, rng: random.Random, messages: Sequence[api.Message]) -> None:
         self._rng, self._messages, self._num = rng, messages, 0
-        self._bodies = [msgspec.msgpack.decode(encode(each)) for each in messages]
-        self._ping = next(each for each in messages if isinstance(each, Ping))  # is answered
+        self._bodies = [msgspec.msgpack.decode(api.encode(each)) for each in messages]
+        self._ping = next(each for each in messages if isinstance(each, api.Ping))  # is answered
         self._kept: list[Frame] = []
 
     def next(self) -> Frame:
@@ -123,37 +91,37 @@ class Frames:
             kept = rng.choice(self._kept)
             return kept._replace(kind=f"{kept.kind} again")
         number = rng.randrange(len(self._messages))
-        if isinstance(self._messages[number], Bye) and rng.random() < 0.9:
+        if isinstance(self._messages[number], api.Bye) and rng.random() < 0.9:
             number = 0  # or most links would be short
         name = type(self._messages[number]).__name__
         if kind < 0.16:
-            frame = Frame(f"{name} whole", encode(self._fresh(self._messages[number])))
+            frame = Frame(f"{name} whole", api.encode(self._fresh(self._messages[number])))
         elif kind < 0.70:
             frame = Frame(f"{name} fields", self._fields(self._bodies[number]))
         elif kind < 0.84:
-            frame = Frame(f"{name} bytes", self._bytes(encode(self._messages[number])))
+            frame = Frame(f"{name} bytes", self._bytes(api.encode(self._messages[number])))
         elif kind < 0.89:
             frame = Frame(f"{name} deep", self._deep(self._bodies[number]))
         elif kind < 0.95:
             parts = tuple(rng.randbytes(rng.choice([0, 1, 40])) for _ in range(rng.randint(1, 3)))
             message = rng.choice([self._messages[number], self._ping])
             name = type(message).__name__
-            frame = Frame(f"{name} parts", encode(message), rng.random() < 0.5, parts)
+            frame = Frame(f"{name} parts", api.encode(message), rng.random() < 0.5, parts)
         elif kind < 0.9998:
-            frame = Frame(f"{name} place", encode(self._messages[number]), lies=True)
+            frame = Frame(f"{name} place", api.encode(self._messages[number]), lies=True)
         else:
-            frame = Frame(f"{name} huge", self._huge(encode(self._messages[number])))
+            frame = Frame(f"{name} huge", self._huge(api.encode(self._messages[number])))
         if len(frame.payload) < 10_000:
             self._kept.append(frame)
             del self._kept[:-NUM_KEPT]
         return frame
 
-    def _fresh(self, message: Message) -> Message:
+    def _fresh(self, message: api.Message) -> api.Message:
         """With an id that no other has, where it has one: else only the first one is new."""
         changed: dict[str, Any] = {}
-        if isinstance(message, Generate):
+        if isinstance(message, api.Generate):
             changed = {"req_id": f"r-{self._num}"}
-        elif isinstance(message, Prefill):
+        elif isinstance(message, api.Prefill):
             changed = {"xfer": msgspec.structs.replace(message.xfer, xfer_id=f"x-{self._num}")}
         return msgspec.structs.replace(message, **changed)
 

@@ -1,13 +1,15 @@
 """What the command lines of the fuzzers share: their options, a cluster, and the verdict."""
 
 import argparse
+import json
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.e2e.harness import Serve
-from tests.support.disturbed import Watched
+from tests.support.disturbed import Watched, watching
 
 
 def parser_of(text: str | None, unit: str) -> argparse.ArgumentParser:
@@ -32,14 +34,18 @@ def watched_cluster(args: argparse.Namespace, *arguments: str) -> Iterator[tuple
         more = [word for each in args.set for word in ("--set", each)]
         serve = Serve(Path(root)).start(*arguments, *more)
         try:
-            watched = Watched(serve.wait_ready())
-            try:
-                watched.begin(args.undisturbed_s)
+            with watching(serve.wait_ready(), args.undisturbed_s) as watched:
                 yield serve, watched
-            finally:
-                watched.close()
         finally:
             serve.end()
+
+
+def kept(of: str, seed: int, breaches: Sequence[str], sent: object, place: Path) -> Path:
+    """A file with what is wrong, the seed, and what was sent."""
+    place.mkdir(parents=True, exist_ok=True)
+    path = place / f"fuzz-{of}-{seed}-{int(time.time())}.json"
+    path.write_text(json.dumps({"seed": seed, "breaches": list(breaches), "sent": sent}))
+    return path
 
 
 def tell_breaches(serve: Serve, breaches: Sequence[str], kept: Path) -> None:

@@ -39,10 +39,6 @@ def memory_used() -> Memory:
     return tuple(int(line) for line in done.stdout.split())
 
 
-def no_memory() -> Memory:
-    return ()
-
-
 @dataclass
 class Steady:
     """Streams `num_at_once` held-out problems at any time, over and over, until told to stop."""

@@ -38,3 +38,8 @@ def ended(answers: Sequence[Answer]) -> Sequence[Answer]:
         assert answer.error is None
         assert answer.num_finals == 1
     return answers
+
+
+def ids(answers: Sequence[Answer]) -> list[list[int]]:
+    """Of each, which has ended so."""
+    return [answer.tokens for answer in ended(answers)]

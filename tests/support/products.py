@@ -1,10 +1,9 @@
-"""Products by the project's own kernel, and laws that hold for them."""
+"""Products by the project's own kernel."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 
-from tests.gpu.sync import no_sync
 from worker.ops.skinny_triton import SkinnyTile, SkinnyWorkspace, skinny_gemm
 
 
@@ -61,58 +60,3 @@ def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         run()
     return graph
-
-
-def check_chain(m: int, shapes: Sequence[tuple[int, int]], tiles: Sequence[SkinnyTile]) -> None:
-    """Products that share a workspace and two buffers, with torch's kernels between: each reads
-    what the kernel before wrote, though it starts before that one ends."""
-    ws = [weights(n, k, seed=i) for i, (n, k) in enumerate(shapes)]
-    sizes = [(tile, n) for tile, (n, _) in zip(tiles, shapes, strict=True)]
-    workspace = workspace_of(sizes, "cuda")
-    x, widest = noise(m, shapes[0][1], device="cuda"), max(n for n, _ in shapes)
-    buffers = [torch.empty(m, widest, device="cuda").bfloat16() for _ in range(2)]
-
-    def chain(pdl: bool) -> torch.Tensor:
-        hidden = x
-        for i, (w, tile) in enumerate(zip(ws, tiles, strict=True)):
-            out = buffers[i % 2][:, : len(w)]
-            skinny_gemm(hidden[:, : w.shape[1]], w, out, workspace, tile, pdl=pdl)
-            if i % 3 == 2:
-                out.mul_(1.25)
-            hidden = out
-        return hidden
-
-    expected = chain(False).clone()
-    graph = captured(lambda: chain(True))
-    last = buffers[(len(ws) - 1) % 2][:, : len(ws[-1])]
-    for i in range(50):
-        for buffer in buffers:
-            buffer.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(last, expected), i
-    assert not workspace.arrivals.any()
-
-
-def check_hot_call(m: int, tile: SkinnyTile) -> None:
-    x, w = noise(m, 4096, device="cuda"), weights(4096, 4096)
-    workspace = workspace_of([(tile, 4096)], "cuda")
-    out = torch.empty(m, 4096, device="cuda").bfloat16()
-    skinny_gemm(x, w, out, workspace, tile, pdl=False)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    with no_sync():
-        skinny_gemm(x, w, out, workspace, tile, pdl=False)
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-
-
-def check_replays(x: torch.Tensor, w: torch.Tensor, tile: SkinnyTile, times: int) -> None:
-    first = computed(x, w, tile)
-    workspace, out = workspace_of([(tile, len(w))], "cuda"), torch.empty_like(first)
-    graph = captured(lambda: skinny_gemm(x, w, out, workspace, tile, pdl=True))
-    other, noisy = torch.cuda.Stream(), torch.empty(1 << 26, device="cuda")
-    for i in range(times):
-        with torch.cuda.stream(other):
-            noisy[: 1 << (12 + i % 15)].mul_(0.5)
-        out.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(out, first), i

@@ -27,6 +27,9 @@ MUCH = 3.0  # of the capacity
 WARM_S = 8.0
 
 
+Event = tuple[float, int, Callable[[], None]]
+
+
 @dataclass(slots=True, eq=False)
 class One:
     """A request, and when what happened to it."""
@@ -36,7 +39,6 @@ class One:
     at: float
     priority: int = 0
     sent_at: float = 0.0
-    row_at: float = 0.0
     end_at: float = 0.0
     told_at: float = 0.0  # that it is refused
     left: int = TOKENS
@@ -50,10 +52,7 @@ class Simulated:
         self.ended: list[One] = []
         self._now = 0.0
         self._turns = Turns[One](lambda: self._now)
-        self._numbers, self._events = (
-            itertools.count(),
-            list[tuple[float, int, Callable[[], None]]](),
-        )
+        self._numbers, self._events = itertools.count(), list[Event]()
         self._ready, self._running, self._steps = deque[One](), list[One](), False
         self._prompts_until, self._num_sent = 0.0, 0
         rng = random.Random(seed)
@@ -102,9 +101,7 @@ class Simulated:
 
     def _step(self) -> None:
         while self._ready and len(self._running) < ROWS:
-            one = self._ready.popleft()
-            one.row_at = self._now
-            self._running.append(one)
+            self._running.append(self._ready.popleft())
         if self._running:
             self._steps = True
             self._later(self._now + STEP_S + ROW_S * len(self._running), self._settle)
@@ -137,15 +134,12 @@ def figures(share: float, seconds: float, num_seeds: int) -> dict[str, float]:
         beside += Simulated(seed, {"little": little, "much": much}).ended
     mine = [one for one in beside if one.client == "little" and not one.told_at]
     others = [one for one in beside if one.client == "much"]
-    alone_p99 = 1e3 * np.quantile([one.end_at - one.at for one in alone], 0.99)
-    p99 = 1e3 * np.quantile([one.end_at - one.at for one in mine], 0.99)
+    alone_p99, p99 = (
+        np.quantile([one.end_at - one.at for one in ones], 0.99) for ones in (alone, mine)
+    )
     return {
-        "share": share,
-        "alone_p99_ms": alone_p99,
-        "p99_ms": p99,
         "ratio": p99 / alone_p99,
         "queue_p99_ms": 1e3 * np.quantile([one.sent_at - one.at for one in mine], 0.99),
-        "steps_p99_ms": 1e3 * np.quantile([one.end_at - one.row_at for one in mine], 0.99),
         "refused": sum(one.client == "little" and one.told_at > 0 for one in beside),
         "others_per_s": sum(not one.told_at for one in others) / num_seeds / (until + WARM_S),
         "others_told_late": sum(one.told_at > one.at for one in others) / num_seeds,

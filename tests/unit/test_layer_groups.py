@@ -4,6 +4,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,11 +14,12 @@ import torch
 from tests.support.engines import worker_config
 from tests.support.prompts import problem_ids
 from tests.support.pulls import DecodeSide
-from tests.support.regions import add_regions
 from worker.api import KVReady, Prefill, Release, Sampling, Xfer
+from worker.cache.layout import KVRegion, ModelLayout
 from worker.keyring import Refusals
 from worker.model.attention import SelfAttention
 from worker.prefill import PrefillLoop
+from worker.start import build
 from worker.start.build import Place, build_engine
 from worker.transfer.fetch import Fetch
 
@@ -124,7 +126,15 @@ def test_each_group_is_announced_once_and_is_final_then(sampling, worker: Prefil
 
 def test_the_last_group_is_announced_when_all_regions_are_written(monkeypatch) -> None:
     """Draft rows and tails travel with it, and are made of what the last layers compute."""
-    add_regions(monkeypatch)
+    plain = build.model_layout
+
+    def with_regions(*args: Any) -> ModelLayout:
+        (target,) = plain(*args).regions
+        draft = replace(target, name="draft", num_layers=1, num_groups=1)
+        tail = KVRegion("tail", 1, 1, 192, 1, target.page_size, target.dtype, 1, "page")
+        return ModelLayout((target, draft, tail))
+
+    monkeypatch.setattr(build, "model_layout", with_regions)
     made = PrefillAlone()
     chunks, pool = made.engine.runner.graphs.chunks, made.engine.pool
     forward = chunks.launch
