@@ -19,7 +19,6 @@ from worker.observe.metrics import WorkerMetrics, watch_wire
 from worker.wire import MAX_TURN_FRAMES, _Links, _pack
 
 ASKED = Generate("r", 1, (1, 2, 3), 3, Sampling(5), 10.0)
-MODES = pytest.mark.parametrize("plain", [False, True], ids=["curve", "none"])
 
 
 class Stranger:
@@ -172,17 +171,14 @@ READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 LONG, LONG_COMMAND = b"\x02", b"\x06"  # flags of a frame with a size of eight bytes
 
 
-@MODES
+@pytest.mark.parametrize("plain", [False, True], ids=["curve", "none"])
 def test_a_frame_that_is_too_large_is_refused_by_its_head(plain: bool) -> None:
     worker = End("w/1", plain=plain)
     port = int(worker.wire.start("127.0.0.1").rpartition(":")[2])
+    mechanism, before = (b"NULL", READY + LONG) if plain else (b"CURVE", LONG_COMMAND)
     with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as raw:
-        mechanism = b"NULL" if plain else b"CURVE"
         raw.sendall(GREETING % mechanism.ljust(20, b"\0"))
-        if plain:
-            raw.sendall(READY + LONG + (8 << 30).to_bytes(8, "big"))
-        else:
-            raw.sendall(LONG_COMMAND + (8 << 30).to_bytes(8, "big"))
+        raw.sendall(before + (8 << 30).to_bytes(8, "big"))
         while raw.recv(1 << 16):  # until it is closed
             pass
     worker.wire.close()
