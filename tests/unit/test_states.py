@@ -24,17 +24,6 @@ LAYOUT = ModelLayout((TARGET,), STATE)
 LIMITS = PromptLimits(512, grain=64)
 
 
-def scheduler_of(
-    book: PageBook, step_tokens: int, max_num_reqs: int, num_groups: int = 1
-) -> PrefillScheduler:
-    pace = Pace([], num_groups, 1, step_tokens, 2, 0.5)
-    return PrefillScheduler(book, EngineConfig(max_num_reqs=max_num_reqs), LIMITS, pace)
-
-
-def asked(name: str, length: int) -> Prefill:
-    return Prefill(Xfer(name, 1, "d", "p"), tuple(range(length)), 0, 0.0, None, length)
-
-
 def test_a_slot_is_not_handed_out_before_steps_that_may_write_it_have_settled() -> None:
     book = PageBook(16, PAGE_SIZE, num_slots=3)
     first, second = (book.open([1, 2], 2, max_matched=0) for _ in range(2))
@@ -136,13 +125,16 @@ def test_pages_without_their_state_are_computed_anew() -> None:
 def test_a_state_is_announced_once_its_last_step_has_settled() -> None:
     """Layer groups of the last step are announced while it computes, and the state is not."""
     sent: list[KVReady] = []
-    scheduler = scheduler_of(PageBook(64, PAGE_SIZE, num_slots=4), 128, 4, num_groups=2)
+    book = PageBook(64, PAGE_SIZE, num_slots=4)
+    pace = Pace([], 2, 1, 128, 2, 0.5)
+    scheduler = PrefillScheduler(book, EngineConfig(max_num_reqs=4), LIMITS, pace)
     metrics = WorkerMetrics(model="m", role="prefill", worker="w")
     outbound = Outbound(
         "p", scheduler, 2, lambda _, message: sent.append(message),  # type: ignore[arg-type]
         LeaseConfig(), metrics, Refusals(),
     )  # fmt: skip
-    outbound.on_prefill("decode/d", asked("x", 100), 0.0)
+    tokens = tuple(range(100))
+    outbound.on_prefill("decode/d", Prefill(Xfer("x", 1, "d", "p"), tokens, 0, 0.0, None, 100), 0.0)
     plan = scheduler.plan()
     assert plan is not None
     chunks = scheduler.launched[plan.step]
@@ -155,10 +147,13 @@ def test_a_state_is_announced_once_its_last_step_has_settled() -> None:
 
 
 def test_chunks_end_on_the_grid_of_blocks_or_with_their_prompt() -> None:
-    scheduler = scheduler_of(PageBook(640, PAGE_SIZE, num_slots=9), 150, 8)
+    book = PageBook(640, PAGE_SIZE, num_slots=9)
+    pace = Pace([], 1, 1, 150, 2, 0.5)
+    scheduler = PrefillScheduler(book, EngineConfig(max_num_reqs=8), LIMITS, pace)
     lengths, done = (200, 64, 65, 10, 300), dict[int, int]()
     for i, length in enumerate(lengths):
-        assert scheduler.admit(asked(str(i), length))
+        tokens = tuple(range(length))
+        assert scheduler.admit(Prefill(Xfer(str(i), 1, "d", "p"), tokens, 0, 0.0, None, length))
     while (plan := scheduler.plan()) is not None:
         assert 0 < sum(len(chunk.tokens) for chunk in plan.chunks) <= 150
         for chunk in plan.chunks:
@@ -173,8 +168,10 @@ def test_chunks_end_on_the_grid_of_blocks_or_with_their_prompt() -> None:
 def test_a_slot_outlives_the_row_that_filled_it() -> None:
     """The row is another request's from the next step on; the state is pulled later."""
     book = PageBook(64, PAGE_SIZE, num_slots=2)
-    scheduler = scheduler_of(book, 128, 1)
-    req = scheduler.admit(asked("x", 70))
+    pace = Pace([], 1, 1, 128, 2, 0.5)
+    scheduler = PrefillScheduler(book, EngineConfig(max_num_reqs=1), LIMITS, pace)
+    asked = Prefill(Xfer("x", 1, "d", "p"), tuple(range(70)), 0, 0.0, None, 70)
+    req = scheduler.admit(asked)
     assert req is not None
     plan = scheduler.plan()
     assert plan is not None
