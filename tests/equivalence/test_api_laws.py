@@ -22,6 +22,7 @@ from tests.support.engines import Answer, Client, Running, running, value
 from tests.support.laws import ended, sections
 from tests.support.prompts import EOS, VOCAB, ll_tokenizer, problem_ids, tokenizer
 from tests.support.shallow import shallow
+from tests.unit.test_sampler import Case, change, exact
 from worker.api import FinishReason, Sampling
 from worker.ops.philox import gumbel_ref
 
@@ -104,26 +105,16 @@ def expected(alone: Running) -> list[Answer]:
 # The oracle.
 
 
-def changed(
-    logits: np.ndarray, prompt: tuple[int, ...], output: list[int], sampling: Sampling
-) -> np.ndarray:
-    """float64 logits of the next token with bias, penalties, min_tokens and grammar."""
-    logits = logits.astype(np.float64)
-    for token, bias in sampling.logit_bias:
-        logits[token] += bias
-    for token in {*prompt, *output}:
-        by = sampling.repetition_penalty
-        logits[token] *= 1 / by if logits[token] > 0 else by
-    for token in output:
-        logits[token] -= sampling.frequency_penalty
-    for token in set(output):
-        logits[token] -= sampling.presence_penalty
-    forbidden = set() if not sampling.grammar else {*range(VOCAB)} - allowed(sampling, output)
+def case_of(prompt: Sequence[int], output: Sequence[int], sampling: Sampling) -> Case:
+    """What the next token's distribution depends on, beside the logits."""
+    permitted = allowed(sampling, [*output]) if sampling.grammar else set[int]()
     early = {*sampling.stop_ids, *(() if sampling.ignore_eos else (EOS,))}
-    if len(output) >= sampling.min_tokens or len(early | forbidden) == VOCAB:
-        early = set()
-    logits[[*forbidden, *early]] = -np.inf
-    return logits
+    masked = len(output) < sampling.min_tokens and not (permitted and permitted <= early)
+    return Case(
+        sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, tuple(early), masked,
+        sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty,
+        sampling.logit_bias, tuple(prompt), tuple(output), permitted,
+    )  # fmt: skip
 
 
 def allowed(sampling: Sampling, output: list[int]) -> set[int]:
@@ -133,23 +124,13 @@ def allowed(sampling: Sampling, output: list[int]) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(bits, bitorder="little")[:VOCAB]).tolist())
 
 
-def draw(values: np.ndarray, sampling: Sampling, position: int) -> int:
+def draw(logits: torch.Tensor, case: Case, seed: int, position: int) -> int:
     """The token that the noise of this seed and position picks."""
-    if sampling.temperature == 0:
-        return int(values.argmax())
-    values = values / sampling.temperature
-    p = np.exp(values - values.max())
-    p[p < sampling.min_p * p.max()] = 0.0
-    order = (-p).argsort(kind="stable")
-    if sampling.top_k:
-        p[order[sampling.top_k :]] = 0.0
-    p /= p.sum()
-    before = p[order].cumsum() - p[order]
-    if sampling.top_p < 1:
-        p[order[before >= sampling.top_p]] = 0.0
-    values[p == 0] = -np.inf
-    noise = gumbel_ref(torch.tensor([sampling.seed]), torch.tensor([position]), VOCAB)[0]
-    return int((values + noise.double().numpy()).argmax())
+    if case.temperature == 0:
+        return int(change(logits.double().numpy(), case).argmax())
+    noise = gumbel_ref(torch.tensor([seed]), torch.tensor([position]), VOCAB)[0]
+    with np.errstate(divide="ignore"):  # of what cannot be drawn
+        return int((np.log(exact(logits, case)) + noise.double().numpy()).argmax())
 
 
 def test_one_at_a_time_equals_transformers(alone: Running, expected: list[Answer]) -> None:
@@ -174,9 +155,9 @@ def test_one_at_a_time_equals_transformers(alone: Running, expected: list[Answer
             assert [v for _, v in each.top] == pytest.approx(values.tolist(), abs=1e-4)
             num_logprobs += 1
         for at, token in enumerate(answer.tokens):
-            left = changed(logits[at].numpy(), prompt, answer.tokens[:at], sampling)
-            assert math.isfinite(left[token]), (at, token)
-            assert token == draw(left, sampling, len(prompt) + at)
+            case = case_of(prompt, answer.tokens[:at], sampling)
+            assert math.isfinite(change(logits[at].double().numpy(), case)[token]), (at, token)
+            assert token == draw(logits[at], case, sampling.seed, len(prompt) + at)
             num_tokens += 1
     assert num_logprobs > 100
     assert num_tokens > 400
@@ -241,18 +222,6 @@ def test_alone_equals_among_64_others(alone: Running, expected: list[Answer]) ->
         sent = [client.submit(prompt, sampling) for prompt, sampling in pairs]
         same(client.wait(sent), wanted)
         ended(client.wait(crowd))
-
-
-def test_going_on_elsewhere_changes_nothing(alone: Running, expected: list[Answer]) -> None:
-    """Another worker gets prompt + output so far: counts and grammar are rebuilt from these."""
-    for prompt, sampling, whole in zip(problem_ids(NUM), wishes(), expected, strict=True):
-        cut = len(whole.tokens) // 2
-        if cut:
-            tokens = [*prompt, *whole.tokens[:cut]]
-            sent = alone.client.submit(tokens, sampling, num_prompt_tokens=len(prompt))
-            answer = ended(alone.client.wait([sent]))[0]
-            assert answer.tokens == whole.tokens[cut:]
-            assert answer.finish_reason == whole.finish_reason
 
 
 def test_a_grammar_goes_before_min_tokens(alone: Running) -> None:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.dense_families import DENSE, RANKED, SHORT, VISION
+from tests.support.expert_families import DELTA as EXPERT_DELTA
 from tests.support.pairwise import halved
 from tests.support.processes import on_ranks
 from worker.cache.layout import ModelLayout
@@ -46,13 +47,7 @@ SHAPE = {  # an odd vocabulary: two ranks hold 100 rows each, one of them surplu
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
     "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
-# Three layers of four are gated delta nets. Their norm divides by the size of what may be small: a
-# larger eps keeps it from enlarging the last bits of both sides.
-DELTA = {
-    "rms_norm_eps": 1e-4,
-    "num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 32,
-}  # fmt: skip
+DELTA = EXPERT_DELTA | {"head_dim": 32, "linear_num_value_heads": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),

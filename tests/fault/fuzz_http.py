@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tests.e2e.harness import enter_namespace_of
 from tests.e2e.raw import Connection
@@ -35,7 +34,7 @@ from tests.e2e.shared import BRIEF
 from tests.fault.http_attacks import attack
 from tests.support.bystander import ASKS
 from tests.support.disturbed import Watched
-from tests.support.fuzzing import parser_of, tell_breaches, watched_cluster
+from tests.support.fuzzing import kept, parser_of, tell_breaches, watched_cluster
 from tests.support.heads import Request, post, requests
 from tests.support.mutants import judge, seeds
 from tests.support.patience import HANG_S
@@ -58,6 +57,11 @@ class Answers:
     statuses: Counter[str] = field(default_factory=Counter[str])
     bad: list[tuple[str, Request]] = field(default_factory=list[tuple[str, Request]])
     num_generated: int = 0  # that got what they asked for
+
+    def shown(self) -> list[dict[str, object]]:
+        """Requests that were not answered as they should be, for a file."""
+        return [{"why": why, **request._asdict(), "raw": request.raw.hex()}
+                for why, request in self.bad[:200]]  # fmt: skip
 
     @property
     def num(self) -> int:
@@ -187,16 +191,6 @@ def breaches_of(answers: Answers) -> list[str]:
     ]
 
 
-def kept(answers: Answers, seed: int, breaches: Sequence[str], place: Path) -> Path:
-    """A file with what is wrong, the seed, and the requests that did it."""
-    place.mkdir(parents=True, exist_ok=True)
-    path = place / f"fuzz-http-{seed}-{int(time.time())}.json"
-    found = [{"why": why, **request._asdict(), "raw": request.raw.hex()}
-             for why, request in answers.bad[:200]]  # fmt: skip
-    path.write_text(json.dumps({"seed": seed, "breaches": list(breaches), "requests": found}))
-    return path
-
-
 def told(answers: Answers, took_s: float) -> Iterator[str]:
     """Lines about what was sent and answered."""
     rate, generated = answers.num / took_s, answers.num_generated / took_s
@@ -231,7 +225,8 @@ def main(argv: Sequence[str]) -> int:
         breaches += watched.breaches()
         print("\n".join([*lines, *watched.report()]))
         if breaches:
-            tell_breaches(serve, breaches, kept(answers, args.seed, breaches, args.out))
+            path = kept("http", args.seed, breaches, answers.shown(), args.out)
+            tell_breaches(serve, breaches, path)
     return int(bool(breaches))
 
 

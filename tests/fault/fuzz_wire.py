@@ -15,14 +15,12 @@ fails or gets a wrong text, if somebody logs a traceback, or if memory, threads,
 anything that a request holds does not come back. Needs root: it runs in namespaces of its own.
 """
 
-import json
 import random
 import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 from tests.e2e.harness import Serve, enter_namespace_of
 from tests.e2e.shared import BRIEF
@@ -30,7 +28,7 @@ from tests.fault.admission import let_in
 from tests.fault.rogues import Impostor, Ledger, Noise, Rogue, Stranger
 from tests.support.disturbed import Watched
 from tests.support.frames import Frames, seeds
-from tests.support.fuzzing import parser_of, tell_breaches, watched_cluster
+from tests.support.fuzzing import kept, parser_of, tell_breaches, watched_cluster
 from tests.support.greet import connects, listening_ports
 
 LOCAL = "127.0.0.1"
@@ -129,14 +127,6 @@ def fuzz(
         return crowd.ledger, took_s
 
 
-def kept(ledger: Ledger, seed: int, breaches: Sequence[str], place: Path) -> Path:
-    """A file with what is wrong, the seed, and the last frames."""
-    path = place / f"fuzz-wire-{seed}-{int(time.time())}.json"
-    frames = [each.shown() for each in ledger.last]
-    path.write_text(json.dumps({"seed": seed, "breaches": list(breaches), "frames": frames}))
-    return path
-
-
 def told(ledger: Ledger, took_s: float) -> Iterator[str]:
     """Lines about what was sent."""
     yield f"{ledger.num} frames in {took_s:.1f} s, {ledger.num / took_s:.0f}/s"
@@ -159,7 +149,8 @@ def main(argv: Sequence[str]) -> int:
         breaches = watched.breaches()
         print("\n".join([f"seed {args.seed}", *told(ledger, took_s), *watched.report()]))
         if breaches:
-            tell_breaches(serve, breaches, kept(ledger, args.seed, breaches, args.out))
+            path = kept("wire", args.seed, breaches, ledger.shown(), args.out)
+            tell_breaches(serve, breaches, path)
     return int(bool(breaches))
 
 

@@ -55,6 +55,10 @@ class Ledger:
         """Frames of all doors."""
         return sum(self.by_door.values())
 
+    def shown(self) -> list[dict[str, object]]:
+        """The last frames, for a file."""
+        return [each.shown() for each in self.last]
+
     def note(self, door: str, kind: str, *parts: bytes) -> None:
         """One has left."""
         self.by_door[door] += 1

@@ -9,6 +9,7 @@ from tests.e2e.shared import BRIEF, Clusters
 from tests.fault import fuzz_http, fuzz_wire, http_attacks
 from tests.support import pairwise
 from tests.support.disturbed import watching
+from tests.support.fuzzing import kept
 
 SECONDS = 60.0 if pairwise.whole else 10.0
 SIZES = http_attacks.Sizes() if pairwise.whole else http_attacks.BRIEF
@@ -17,8 +18,14 @@ UNDISTURBED_S = 1.0
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the frames or requests stay that have done something."""
+    """It stays where a test fails."""
     return tmp_path_factory.getbasetemp()
+
+
+def judge(of: str, seed: int, breaches: list[str], sent: object, place: Path) -> None:
+    if breaches:
+        print(kept(of, seed, breaches, sent, place))
+    assert not breaches, "\n".join(breaches)
 
 
 def test_wrong_requests_harm_nobody(clusters: Clusters, place: Path) -> None:
@@ -29,9 +36,7 @@ def test_wrong_requests_harm_nobody(clusters: Clusters, place: Path) -> None:
         watched.noted()
         breaches = fuzz_http.breaches_of(answers) + watched.breaches()
         print("\n".join([*fuzz_http.told(answers, took_s), *watched.report()]))
-    if breaches:
-        print(fuzz_http.kept(answers, 12, breaches, place))
-    assert not breaches, "\n".join(breaches)
+    judge("http", 12, breaches, answers.shown(), place)
     assert answers.statuses["200"] > answers.num / 50
     assert answers.statuses["400"] > answers.num / 10
 
@@ -58,9 +63,7 @@ def test_wrong_frames_of_strangers_and_of_members_gone_bad_harm_nobody(
         watched.noted()
         breaches = watched.breaches()
         print("\n".join([*fuzz_wire.told(ledger, took_s), *watched.report()]))
-    if breaches:
-        print(fuzz_wire.kept(ledger, 11, breaches, place))
-    assert not breaches, "\n".join(breaches)
+    judge("wire", 11, breaches, ledger.shown(), place)
     doors = set(ledger.by_door)
     assert "stranger to ports without ZMTP" in doors
     for role in ("router", "decode", "prefill"):

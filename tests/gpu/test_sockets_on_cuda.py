@@ -1,13 +1,12 @@
 """KV over sockets between memory of a GPU: staged by way of pinned memory, bit for bit."""
 
-import time
-
 import pytest
 import torch
 
 from tests.support.patience import HANG_S
+from tests.support.pulls import OK, ended
 from worker.cache.layout import MemoryRegion
-from worker.transfer.base import PullState, Run
+from worker.transfer.base import Run
 from worker.transfer.sockets import SocketTransport
 
 pytestmark = pytest.mark.gpu(1)
@@ -30,10 +29,7 @@ def test_pulled_bytes_are_the_peers_and_no_others_change() -> None:
         end.register([MemoryRegion("target", memory.data_ptr(), NUM_BYTES, None)])
     try:
         pull = ends[1].connect(ends[0].endpoint(), HANG_S).pull(runs)
-        deadline = time.monotonic() + HANG_S
-        while pull.poll() is PullState.RUNNING and time.monotonic() < deadline:
-            time.sleep(1e-4)
-        assert pull.poll() is PullState.OK, pull.error
+        assert ended(pull) is OK, pull.error
         assert torch.equal(here, wanted)
     finally:
         for end in ends:

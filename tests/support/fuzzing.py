@@ -1,7 +1,9 @@
 """What the command lines of the fuzzers share: their options, a cluster, and the verdict."""
 
 import argparse
+import json
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +38,14 @@ def watched_cluster(args: argparse.Namespace, *arguments: str) -> Iterator[tuple
                 yield serve, watched
         finally:
             serve.end()
+
+
+def kept(of: str, seed: int, breaches: Sequence[str], sent: object, place: Path) -> Path:
+    """A file with what is wrong, the seed, and what was sent."""
+    place.mkdir(parents=True, exist_ok=True)
+    path = place / f"fuzz-{of}-{seed}-{int(time.time())}.json"
+    path.write_text(json.dumps({"seed": seed, "breaches": list(breaches), "sent": sent}))
+    return path
 
 
 def tell_breaches(serve: Serve, breaches: Sequence[str], kept: Path) -> None:

@@ -1,6 +1,6 @@
 """`sample` against the exact distribution, with every filter and penalty alone and all together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from unittest import mock
 
@@ -42,7 +42,7 @@ class Case:
     bias: tuple[tuple[int, float], ...] = ()
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
-    allowed: tuple[int, ...] = ()  # by the grammar; () = there is none
+    allowed: Collection[int] = ()  # by the grammar; () = there is none
 
     @property
     def has_penalties(self) -> bool:
