@@ -100,6 +100,7 @@ def loads(options: argparse.Namespace, kind: str) -> dict[Path, list[str]]:
         made[options.out / f"load-{kind}-{rate}-a-second.json"] = [
             "--source", CHATS, "--rate", str(rate), "--duration", str(options.duration),
             "--slo", OBJECTIVES, "--seed", str(seed),
+            "--max-len", str(options.prompt_len + options.output_len),
         ]  # fmt: skip
     return made
 
