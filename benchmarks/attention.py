@@ -100,9 +100,8 @@ def scene_of(options: argparse.Namespace, num_reqs: int, context: int, width: in
     starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * width
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     lengths = torch.tensor([context] * num_reqs, dtype=torch.int32, device=device)
-    bound = max(context, options.bound)
     host = HostLengths([width] * num_reqs, [context] * num_reqs)
-    batch = Batch(ids, ids, ids, starts, lengths, order, num_reqs, num_tokens, width, bound, host)
+    batch = Batch(ids, ids, ids, starts, lengths, order, num_reqs, num_tokens, width, context, host)
     q = torch.randn(num_tokens, shape.heads, shape.head_dim, device=device).to(dtype)
     sinks = [q.new_ones(shape.heads).normal_() for _ in range(shape.layers * options.sinks)]
     return Scene(shape, pool, batch, q, context, options.window, options.cap, sinks)
@@ -155,7 +154,6 @@ def main() -> None:
     add("--window", type=int, default=0, help="keys that a row sees; 0: all")
     add("--cap", type=float, default=0.0, help="soft cap of scores; 0: none")
     add("--sinks", action="store_true", help="each head has a sink")
-    add("--bound", type=int, default=0, help="max_seq_len_ub, if higher")
     add("--page-size", type=int, default=64)
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--kv-dtype", default="", help="float8_e4m3fn; default: that of --dtype")

@@ -10,7 +10,7 @@ median over starts. The order is before, after, after, before, ..., so that a ma
 slower counts for both. The interval holds 95 % of the ratios when starts are drawn anew, with
 replacement, among each checkout's own. The JSON file is written after each start.
 
-It takes any benchmark that writes `--json` as `benchmarks.engine`, `windows` or `router` does.
+It takes any benchmark that writes `--json` as `benchmarks.engine` or `router` does.
 """
 
 import json
@@ -28,8 +28,7 @@ from benchmarks.output import parser, write
 SIDES = ("before", "after")
 # What tells rows apart, where both checkouts write it.
 FIELDS = (
-    "batch", "rows", "prompt_len", "tokens", "sampling", "width", "accept", "launched", "launch",
-    "path", "figure",
+    "batch", "prompt_len", "tokens", "sampling", "width", "accept", "launch", "path", "figure",
 )  # fmt: skip
 RESAMPLES = 10_000
 
@@ -72,16 +71,10 @@ def start(checkout: Path, command: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def rows_of(measured: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of `benchmarks.engine` its steps; of `windows` its rates; of `router` figures with units."""
+    """Of `benchmarks.engine` its steps; of `router` figures with units."""
     if "figures" in measured:
         return [{"figure": name, "median_ms": value} for name, value in measured["figures"].items()]
-    if "rates" not in measured:
-        return measured["steps"]
-    return [
-        {name: value for name, value in rate.items() if name != "tokens"}  # which a prompt has
-        | {"median_ms": 1e3 * rate["seconds"] / rate["steps"]}
-        for rate in measured["rates"]
-    ]
+    return measured["steps"]
 
 
 def compared(started: Sequence[tuple[str, list[dict[str, Any]]]]) -> list[dict[str, Any]]:

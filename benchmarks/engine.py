@@ -4,11 +4,14 @@
         --batch 1,32,256,32x8192 --output-len 64 --cached --repeat 2 --also top_p@32 --json F
     python -m benchmarks.engine --model-config benchmarks/models/qwen3-8b.json --phase prefill \\
         --tokens 128,2048,8192 --chunk 8192 --batch 1 --repeat 20 --graph piecewise --json F
+    python -m benchmarks.engine --model-config benchmarks/models/qwen3-8b.json --cached \\
+        --drafter benchmarks/models/qwen3-8b-eagle3.json --widths 1,4 --accept 2.9 --json F
 
 decode: the slope between two output lengths, so prompts cancel out. The floor is the bytes of
 weights and mean KV over the read bandwidth of this run, with `--tp` of one rank's part. In windows
-of `--widths` one token counts. `--also NAME@ROWS` draws in other ways; `mask` uploads masks made
-before.
+of `--widths` one token counts, or with `--accept` that many: acceptance is SIMULATED, a figure is
+the time between two tokens of the slowest row, and it has no floor. `--also NAME@ROWS` draws in
+other ways; `mask` uploads masks made before.
 prefill: from the launch until the first token is on the host, op by op and with `--graph`. The
 floor is the larger of reading the weights and of all products at the speed of one large product.
 """
@@ -78,18 +81,18 @@ def step_times(bench: Bench, case: Case, options: argparse.Namespace) -> list[fl
     return times[1:]  # the first one warms up
 
 
-def distinct_experts(bench: Bench, case: Case) -> float:
+def distinct_experts(bench: Bench, case: Case, num_tokens: int) -> float:
     """Experts of a layer that have tokens in a decode step of all rows, on average; 0: no layer
     has experts. Not timed: each step waits to be counted."""
     counts = list[tuple[int, int]]()
 
-    def count(plan: Plan, drawn: object, num_tokens: int, all_run: bool) -> None:
+    def count(plan: Plan, all_run: bool) -> None:
         if all_run and not plan.chunks:
             counts.append(expert_steps(bench.engine))
 
     if expert_steps(bench.engine)[1] == 0:
         return 0.0
-    bench.generate(case.batch, case.prompt_len, case.draws(SHORT_OUTPUT), 0, count)
+    bench.generate(case.batch, case.prompt_len, case.draws(num_tokens), 0, count)
     (met, steps), (all_met, all_steps) = counts[0], counts[-1]
     return (all_met - met) / (all_steps - steps)
 
@@ -103,14 +106,16 @@ def measure_decode(
     for case, width in itertools.product(cases, widths):
         if case.batch > max_rows(width, case.batch):
             continue
-        bench.verify_with([width])
-        times, distinct = step_times(bench, case, options), distinct_experts(bench, case)
+        bench.verify_with(width)
+        counted = min(SHORT_OUTPUT * width, options.output_len)
+        times, distinct = step_times(bench, case, options), distinct_experts(bench, case, counted)
         mean_len = case.prompt_len + options.output_len / 2
         floor = decode_floor_ms(bench.engine, case.batch, mean_len, bandwidth, distinct)
         name = f"{case.batch} x {case.prompt_len}, {case.sampling}, windows of {width}"
         name += f", {distinct:.1f} experts" if distinct else ""
         about = {**case._asdict(), "width": width, "distinct_experts": distinct, "path": bench.path}
-        rows.append(about | told(name, times, "ms", floor))
+        about["accept"] = options.accept
+        rows.append(about | told(name, times, "ms", floor if options.accept == 1 else 0.0))
     return rows
 
 

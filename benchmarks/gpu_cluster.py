@@ -4,38 +4,41 @@
     python -m benchmarks.gpu_cluster --gpus 2 --kind tcp,nvlink --out results
     python -m benchmarks.gpu_cluster --gpus 0 --model-config worker/assets/tiny/config.json \\
         --prompt-len 64 --output-len 16 --concurrency 4 --num 16 --repeat 1 --out results
-    python -m benchmarks.gpu_cluster --gpus 2 --kind nvlink --loads 16,32,48,full \\
+    python -m benchmarks.gpu_cluster --gpus 2 --kind nvlink --rates 16,32,48 \\
         --concurrency 256 --prompt-len 4096 --output-len 2048 --out results
     python -m benchmarks.gpu_cluster --gpus 1 --kind nvlink --concurrency 256,32 --out results
 
-The fourth runs the loads of `benchmarks.serving`: --concurrency is then the number of rows and of
-requests of `full` at a time, and the two lengths together are the longest request.
-
-Prompts and answers have exactly their lengths, and all KV is pulled from the prefill worker. For
-each kind of transport --out gets the load's JSON, the cluster's log and configuration, and what was
-pulled (`cluster-KIND.json`). Runs in a network namespace of its own (root), unless
-KVLANE_JUDGES_NAMESPACE is set.
+Prompts and answers have exactly their lengths, and all KV is pulled from the prefill worker. The
+fourth has requests of lengths as of chats arrive at each rate: --concurrency is then the number of
+rows, and the two lengths together are the longest request. For each kind of transport --out gets
+the JSON of each load, which `kvlane bench report` puts side by side, the cluster's log and
+configuration, and what was pulled (`cluster-KIND.json`). Runs in a network namespace of its own
+(root), unless KVLANE_TEST_NAMESPACE is set. Needs the packages of the tests.
 """
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks import served, serving
 from benchmarks.load.__main__ import main as load
 from benchmarks.load.records import SIMULATED
 from benchmarks.load.result import read
 from benchmarks.output import described, ints, shown, write
-from benchmarks.served import REPOSITORY, enter_namespace, get, make_model
+from tests.e2e.harness import REPOSITORY, enter_namespace_of, serving
 
+TINY = REPOSITORY / "worker" / "assets" / "tiny"
 PULLED = "kvlane_kv_pulled_bytes_total"
+CHATS = "synthetic:64+lognormal(446,0.5),32+lognormal(270,0.4)"  # tokens in and out
+OBJECTIVES = "ttft=300ms,itl=8ms"  # of a chat
 
 
 def parse() -> argparse.Namespace:
@@ -55,7 +58,8 @@ def parse() -> argparse.Namespace:
     add("--concurrency", type=ints, default="32", help="requests at a time; 256,32: one by one")
     add("--prompt-len", type=int, default=512, help="tokens")
     add("--output-len", type=int, default=128, help="tokens")
-    add("--loads", default="", metavar="16,32,full", help="those of benchmarks.serving instead")
+    add("--rates", type=ints, default=[], help="chats per second instead; 16,32: one by one")
+    add("--duration", type=float, default=10.0, help="of a rate, s")
     return made.parse_args()
 
 
@@ -82,20 +86,51 @@ def serve_config(options: argparse.Namespace, model: Path, kind: str) -> dict[st
     }
 
 
-def run_load(
-    url: str, model: Path, path: Path, options: argparse.Namespace, kind: str, at_a_time: int
-) -> int:
-    """Run `benchmarks.load`, or with --loads `benchmarks.serving`, against `url`; its exit code."""
-    harness, num = (serving.main if options.loads else load), str(at_a_time)
-    arguments = ["--name", kind, "--rates", options.loads, "--full", num]
-    if not options.loads:
-        lengths = f"synthetic:{options.prompt_len},{options.output_len}"
-        arguments = ["--source", lengths, "--concurrency", num, "--warmup", num]
-        arguments += ["--num", str(options.num), "--repeat", str(options.repeat)]
-    return harness([
+def loads(options: argparse.Namespace, kind: str) -> dict[Path, list[str]]:
+    """The arguments of `benchmarks.load` for each load, by the file of its result."""
+    made: dict[Path, list[str]] = {}
+    lengths = f"synthetic:{options.prompt_len},{options.output_len}"
+    for number in [] if options.rates else options.concurrency:
+        num = str(number)
+        made[options.out / f"load-{kind}-{num}.json"] = [
+            "--source", lengths, "--concurrency", num, "--warmup", num,
+            "--num", str(options.num), "--repeat", str(options.repeat),
+        ]  # fmt: skip
+    for seed, rate in enumerate(options.rates):
+        made[options.out / f"load-{kind}-{rate}-a-second.json"] = [
+            "--source", CHATS, "--rate", str(rate), "--duration", str(options.duration),
+            "--slo", OBJECTIVES, "--seed", str(seed),
+        ]  # fmt: skip
+    return made
+
+
+def run_load(url: str, model: Path, path: Path, arguments: list[str]) -> int:
+    """Run `benchmarks.load` against `url`; its exit code."""
+    return load([
         "--url", url, "--endpoint", "completions", "--extra", '{"temperature": 0}', "--tokenizer",
         str(model), "--quiet", "--json", str(path), *arguments,
     ])  # fmt: skip
+
+
+def make_model(model_config: Path, place: Path) -> None:
+    """A model directory without weights, with a word for every token id.
+
+    The bundled tokenizer makes the prompts; ids beyond its own stand for numbers, so that every
+    token that random weights draw is a piece of text, and so of the stream.
+    """
+    shutil.copy(model_config, place / "config.json")
+    shutil.copy(TINY / "tokenizer_config.json", place)
+    size = json.loads(model_config.read_text(encoding="utf-8"))["vocab_size"]
+    tokenizer = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
+    words = tokenizer["model"]["vocab"]
+    words |= {f"\u0120{token}": token for token in range(len(words), size)}  # \u0120 is a space
+    (place / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+
+
+def get(url: str) -> str:
+    """What a URL answers."""
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read().decode()
 
 
 def totals(url: str) -> dict[str, float]:
@@ -116,26 +151,22 @@ def measure(options: argparse.Namespace, model: Path, kind: str) -> int:
     Its configuration and its log are `serve-KIND.yaml` and `cluster-KIND.log` in `options.out`.
     """
     out: Path = options.out
-    several, config = len(options.concurrency) > 1, out / f"serve-{kind}.yaml"
-    paths = {
-        num: out / (f"load-{kind}-{num}.json" if several else f"load-{kind}.json")
-        for num in options.concurrency
-    }
-    for path in paths.values():
+    asked, config = loads(options, kind), out / f"serve-{kind}.yaml"
+    for path in asked:
         path.unlink(missing_ok=True)  # of an earlier run
     config.write_text(yaml.safe_dump(serve_config(options, model, kind), sort_keys=False))
     sets = [word for each in options.set for word in ("--set", each)]
     began = time.monotonic()
     try:
-        with served.serving(["--config", str(config), *sets], options.port, keep=out) as url:
+        with serving(["--config", str(config), *sets], options.port, keep=out) as url:
             start_s = time.monotonic() - began
             print(f"{kind}: ready after {start_s:.1f} s", flush=True)
-            codes = [run_load(url, model, path, options, kind, num) for num, path in paths.items()]
+            codes = [run_load(url, model, path, words) for path, words in asked.items()]
             (row,) = json.loads(get(f"{url}/v1/models"))["data"]
             sums = totals(url)
             about = {
                 "options": shown(options), "start_s": start_s, "totals": sums,
-                "load": ",".join(path.name for path in paths.values()),
+                "load": ",".join(path.name for path in asked),
                 "config": json.loads(get(f"{url}/config")), SIMULATED: row.get(SIMULATED, 0.0),
             }  # fmt: skip
     finally:
@@ -144,15 +175,11 @@ def measure(options: argparse.Namespace, model: Path, kind: str) -> int:
     write(out / f"cluster-{kind}.json", about)
     pulled = sums.get(PULLED, 0.0)
     is_whole = options.mode != "always" or pulled > 0
-    for path in paths.values():
-        measured = read(path)
-        requests = [summary["requests"] for summary in measured.summaries]
-        num_asked = options.repeat * options.num
-        if options.loads:
-            num_asked = sum(counts["sent"] for counts in requests)
-        num_served = sum(counts["served"] for counts in requests)
-        is_whole &= num_served >= num_asked
-        print(f"{path.stem}: {num_served} of {num_asked} served", flush=True)
+    for path in asked:
+        requests = [summary["requests"] for summary in read(path).summaries]
+        sent, num = (sum(counts[name] for counts in requests) for name in ("sent", "served"))
+        is_whole &= num == sent
+        print(f"{path.stem}: {num} of {sent} served", flush=True)
     print(f"{pulled / 1e9:.3f} GB of KV pulled", flush=True)
     return next(filter(None, codes), 0 if is_whole else 1)
 
@@ -160,7 +187,7 @@ def measure(options: argparse.Namespace, model: Path, kind: str) -> int:
 def main() -> int:
     """0 if every request of every kind was served."""
     options = parse()
-    enter_namespace("benchmarks.gpu_cluster")
+    enter_namespace_of("benchmarks.gpu_cluster")
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvlane-bench-") as place:

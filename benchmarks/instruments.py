@@ -10,7 +10,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,10 @@ from benchmarks.timing import synchronize
 from worker.api import Sampling
 from worker.config import WorkerConfig
 from worker.config.checkpoint.delta_shape import DELTA_BLOCK
-from worker.draw.simulated import SimulatedAcceptance
 from worker.forward.draws import Masks
 from worker.model.decoder import DecoderLayer
 from worker.model.experts import Experts
-from worker.plan import LONG_STEP_TOKENS, Drawn, Plan, max_rows
+from worker.plan import LONG_STEP_TOKENS, Plan, max_rows
 from worker.run.base import ChunkGraphs
 from worker.run.eager import EagerChunks
 from worker.run.flight import MaskedStep, Step
@@ -42,9 +41,9 @@ FP8 = {  # as Qwen3-*-FP8 has it
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
     "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"],
 }  # fmt: skip
+ACCEPT = "tokens of a window that count, on average; below 1: the share of drafts; SIMULATED"
 
-# What was launched, what it drew, tokens that count, and whether every request still runs.
-Watch = Callable[[Plan, list[Drawn], int, bool], None]
+Watch = Callable[[Plan, bool], None]  # what was launched, and whether every request still runs
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +57,6 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--cached", action="store_true", help="prompts are computed once and found in the cache")
     add("--page-size", type=int, default=64)
     add("--kv-dtype", default="auto", help="as kv.dtype")
-    add("--transport", default="", help="NAME/KIND, as transport.name and kind; default: auto")
     add("--weights", default="", choices=("", "fp8"), help="fp8: in blocks of 128 x 128")
     add("--chunk", type=int, default=4096, help="prompt tokens of one prefill step")
     add("--attention", type=backends, default="auto", help="a name, or prefill=NAME,decode=NAME")
@@ -67,6 +65,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--collective", default="auto", help="of these: gloo, nccl, custom")
     add("--drafter", type=Path, help="a config.json of a drafter, which gets random weights")
     add("--widths", type=ints, default=[1], help="of verify windows: 1,2,4,8,16")
+    add("--accept", type=float, default=1.0, help=ACCEPT)
     add("--graph", default="", help="of engine.graph, for the phase")
 
 
@@ -88,7 +87,8 @@ def build(
         if options.weights:
             config |= {"quantization_config": FP8}
         (place / "config.json").write_text(json.dumps(config))
-        spec: dict[str, Any] = {"widths": options.widths, "simulate_accept_len": 1}
+        simulated = "simulate_accept_len" if options.accept >= 1 else "simulate_accept_share"
+        spec: dict[str, Any] = {"widths": options.widths, simulated: options.accept}
         if options.drafter is not None:
             spec |= _drafter(options.drafter, place / "drafter")
         page_size = options.page_size
@@ -110,10 +110,6 @@ def build(
             "role": "decode", "model": model, "engine": engine, "spec": spec, "tp": options.tp,
             "kv": {"page_size": page_size, "dtype": options.kv_dtype},
         }  # fmt: skip
-        if options.transport:
-            config["transport"] = dict(
-                zip(("name", "kind"), options.transport.split("/"), strict=True)
-            )
         return led_engine(WorkerConfig.model_validate(config))
 
 
@@ -143,7 +139,6 @@ class Bench:
         queues = DecodeQueues(engine.book, engine.config.engine, grain=engine.shape.grain)
         self.scheduler = DecodeScheduler(queues, frozenset())
         self.path = ""  # of the last step that was waited for
-        self.overlap = True
         self._num_admitted = 0
         words = -(-engine.shape.vocab_size // 32)
         most = int(engine.config.engine.max_num_reqs)
@@ -171,7 +166,7 @@ class Bench:
     ) -> float:
         """Seconds from the first launch until each of `batch` requests has its last token.
 
-        As a decode worker does, step n + 1 is launched before step n is settled, if `overlap`.
+        As a decode worker does, step n + 1 is launched before step n is settled.
         `watch` is called after each step is settled.
         """
         scheduler, engine = self.scheduler, self.engine
@@ -181,19 +176,16 @@ class Bench:
         pending: Step | None = None
         num_left = batch
         while num_left or pending is not None:
-            waits = pending is not None and not self.overlap
-            plan = None if waits else scheduler.plan()
+            plan = scheduler.plan()
             step = None if plan is None else engine.runner.launch(plan)
             if pending is not None:
                 drawn, _, self.path, _ = engine.runner.settle(pending)
-                settled = scheduler.settle(pending.plan.step, drawn)
-                for req, _, _, reason in settled:
+                for req, _, _, reason in scheduler.settle(pending.plan.step, drawn):
                     if reason is not None:
                         scheduler.queues.finish(req)
                         num_left -= 1
                 if watch is not None:
-                    num_tokens = sum(num for _, _, num, _ in settled)
-                    watch(pending.plan, drawn, num_tokens, num_left == batch)
+                    watch(pending.plan, num_left == batch)
             if isinstance(step, MaskedStep):
                 num = len(step.plan.sampled_rows) * step.plan.width
                 words, line = self._masks  # about half of the vocabulary is allowed
@@ -203,20 +195,9 @@ class Bench:
         assert all(len(req.tokens) == prompt_len + sampling.max_tokens for req in reqs)
         return took_s
 
-    def verify_with(self, widths: Sequence[int], *, chosen: bool = False) -> WidthPolicy:
-        """From now on a step's windows have one of these widths.
-
-        chosen: the widest that pays, by the times of the engine's own steps at the start.
-        """
-        times = self.engine.step_s if chosen else None
-        self.scheduler.widths = WidthPolicy(tuple(widths), times)
-        return self.scheduler.widths
-
-    def accept(self, mean_len: float) -> None:
-        """So many tokens of a step count on average; below 1: that share of drafts counts."""
-        simulated = self.engine.runner.loaded.state.accept
-        assert isinstance(simulated, SimulatedAcceptance)
-        simulated.change(mean_len)
+    def verify_with(self, width: int) -> None:
+        """From now on a step's windows are so wide."""
+        self.scheduler.widths = WidthPolicy((width,))
 
     def launch_chunks_by(self, chunks: ChunkGraphs) -> None:
         """Launch prompts' chunks by these graphs from now on."""

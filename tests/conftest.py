@@ -65,7 +65,7 @@ EARLY = (
     "test_train", "test_wire", "test_benchmarks", "test_models",
     "test_liveness", "test_sampler", "test_attention_backends", "test_router_direct",
     "test_ngram", "test_router_door", "test_structured",
-    "test_serving", "test_contained", "test_router_dispatch",
+    "test_contained", "test_router_dispatch",
     "test_width", "test_router_life", "test_cluster_supervisor", "test_shared_port",
     "test_handshake", "test_all_reduce",
 )  # fmt: skip

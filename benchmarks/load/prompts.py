@@ -1,7 +1,6 @@
 """What is asked: prompt sources, traces aside.
 
     problems                                word problems that the model `tiny` never trained on
-    problems:train                          word problems of its training, made faster
     synthetic:IN,OUT                        random words, lengths as lengths.py has them; also by
                                             vLLM's name, random, whose lengths are 1024,128 then
     shared-prefix:GROUPS,PREFIX,IN,OUT      PREFIX tokens of one of GROUPS texts, then IN own ones
@@ -12,7 +11,6 @@ The middle two make prompts of exactly as many tokens as they mean to, without t
 special tokens, and ask for exactly OUT tokens.
 """
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from tokenizers import Tokenizer
 from benchmarks.load import lengths
 from benchmarks.load.records import Turn
 from benchmarks.load.words import Words
-from benchmarks.train.problems import held_out_problems, training_problem
+from benchmarks.train.problems import held_out_problems
 
 Source = Callable[[Generator, int], list[Turn]]  # as many first turns
 
@@ -82,10 +80,10 @@ def source(spec: str, words: Words | None, options: Options, tokenizer: Tokenize
     Raises ValueError, which names the part that is wrong.
     """
     kind, _, rest = spec.partition(":")
-    if kind not in KINDS:
+    if kind not in KINDS or (kind == "problems" and rest):
         raise ValueError(f"source: {spec!r} is none of {', '.join(KINDS)} or a trace")
     if kind == "problems":
-        return _problems(rest, tokenizer)
+        return _problems(tokenizer)
     if kind == "sharegpt":
         return _sharegpt(rest, tokenizer, options)
     if words is None:
@@ -132,17 +130,10 @@ def _sharegpt(name: str, tokenizer: Tokenizer | None, options: Options) -> Sourc
     return draw
 
 
-def _problems(rest: str, tokenizer: Tokenizer | None) -> Source:
-    if rest not in ("", "train"):
-        raise ValueError(f"problems: {rest!r} is neither empty nor 'train'")
-
+def _problems(tokenizer: Tokenizer | None) -> Source:
     def draw(rng: Generator, num: int) -> list[Turn]:
         seed = int(rng.integers(2**31))
-        if rest == "train":
-            chance = random.Random(seed)
-            questions = [training_problem(chance).question for _ in range(num)]
-        else:
-            questions = [problem.question for problem in held_out_problems(num, seed)]
+        questions = [problem.question for problem in held_out_problems(num, seed)]
         return [Turn(text, MAX_TOKENS, num_prompt_tokens=count(text)) for text in questions]
 
     def count(text: str) -> int:

@@ -4,6 +4,7 @@ Routes read their bodies themselves, and answers are msgspec's, so FastAPI knows
 table of routes does; pydantic describes what comes in, msgspec what goes out.
 """
 
+import re
 from collections.abc import Container
 from typing import Any
 
@@ -84,14 +85,14 @@ def _operation(route: Route, model: str) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "summary": route.summary,
         "tags": [route.group],
-        "operationId": path.strip("/").replace("/", "_").replace("{name}", "name"),
+        "operationId": re.sub(r"[{}]", "", path.strip("/").replace("/", "_")),
         "responses": responses,
     }
     if route.guard in (Guard.ADMIN, Guard.OPERATOR):
         shown["description"] = ORDERED if route.guard is Guard.ADMIN else OPENED
     if route.body is not None:
         shown["requestBody"] = {"required": True, "content": route.body.shown(model)}
-    if "{name}" in path:
-        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-        shown["parameters"] = [name | {"example": model}]
+    if names := re.findall(r"{(\w+)}", path):
+        text = {"in": "path", "required": True, "schema": {"type": "string"}, "example": model}
+        shown["parameters"] = [{"name": name, **text} for name in names]
     return shown

@@ -13,10 +13,10 @@ import yaml
 from tokenizers import Tokenizer
 
 from benchmarks import router
-from benchmarks.gpu_cluster import serve_config
+from benchmarks.gpu_cluster import loads, make_model, serve_config
 from benchmarks.instruments import Bench, add_engine_options, build
+from benchmarks.load import options as of_load
 from benchmarks.load.words import Words
-from benchmarks.served import make_model
 from cluster.config import load
 from cluster.resolve import with_devices
 from router.text.tokenizer import Text
@@ -36,8 +36,8 @@ CASES = [  # command, its list of rows, fields of a row, their values
     ("engine", f"{ENGINE} --phase prefill --tokens 8,16 --batch 1",
      "steps", "batch tokens", ["1 8", "1 16"]),
     ("engine", f"{ENGINE} {CHAIN} --widths 1,3 --batch 2", "steps", "batch width", ["2 1", "2 3"]),
-    ("windows", f"{CONFIG} {CHAIN} --widths 1,2,4 --batch 1,2 --fixed 4x2.9@2 --accept 1.2 "
-     "--steps 3 --windows 3", "rates", "rows width", ["1 1", "2 1", "2 4", "1 auto", "2 auto"]),
+    ("engine", f"{ENGINE} {CHAIN} --widths 4 --batch 2 --accept 2.9",
+     "steps", "width accept floor_ms", ["4 2.9 0.0"]),
     ("attention", f"{ATTENTION} --replays 1 --batch 1,2 --context 40 --query-len 4",
      "rows", "case way", [f"batch {n}, context 40, rows 4 reference" for n in (2, 1)]),
     ("attention", f"{ATTENTION} --replays 1 --prefill 24,32",
@@ -125,10 +125,18 @@ def test_a_made_model_says_a_piece_of_text_for_every_token(tmp_path: Path) -> No
 def test_the_configuration_of_a_cluster_loads(tmp_path: Path) -> None:
     options = Namespace(
         gpus=1, model_config=MODELS / "qwen3-8b.json", prompt_len=512, output_len=128, chunk=2048,
-        concurrency=[32], mode="always",
+        concurrency=[32], mode="always", out=tmp_path, num=8, repeat=2, duration=1.0, rates=[],
     )  # fmt: skip
     path = tmp_path / "serve.yaml"
     path.write_text(yaml.safe_dump(serve_config(options, TINY, "tcp")))
     config = with_devices(load(path), has_gpus=True)
     assert config.prefill.num_gpus == config.decode.num_gpus == 0.5
     assert config.decode.engine.memory_fraction == 0.425
+    options.concurrency = [32, 4]
+    assert [asked.concurrency for asked in parsed(options)] == [32, 4]
+    options.rates = [16, 32]
+    assert [asked.rate for asked in parsed(options)] == ["poisson:16", "poisson:32"]
+
+
+def parsed(options: Namespace) -> list[of_load.Options]:
+    return [of_load.parse(words) for words in loads(options, "tcp").values()]

@@ -48,12 +48,12 @@ def test_the_command_measures_searches_and_reports(tmp_path, capsys, monkeypatch
     monkeypatch.setattr(measurement, "SETTLE_S", 0.0)
     paths = [str(tmp_path / name) for name in ("a.json", "b.json.gz")]
     with running_stub(StubOptions(ttft_s=0.01, itl_s=0.002)) as url:
-        common = ["--url", url, "--num", "12", "--source", "problems:train", "--quiet"]
+        common = ["--url", url, "--num", "12", "--source", "problems", "--quiet"]
         first = ["--rate", "40", "--repeat", "2", "--slo", "ttft=5s"]
         assert main([*common, *first, "--json", paths[0]]) == 0
         assert main([*common, "--concurrency", "3", "--json", paths[1]]) == 0
         searched = ["--search", "--slo", "ttft=1ms", "--url", url, "--num", "5", "--quiet"]
-        assert main([*searched, "--search-from", "99", "--source", "problems:train"]) == 0
+        assert main([*searched, "--search-from", "99", "--source", "problems"]) == 0
     assert "fails" in capsys.readouterr().err, "no server answers within a millisecond here"
     a, b = (read(path) for path in paths)
     assert (len(a.runs), len(b.runs)) == (2, 1)
@@ -72,7 +72,7 @@ def test_a_server_that_simulates_acceptance_marks_all_that_is_made_of_it(tmp_pat
     double.member = msgspec.structs.replace(double.member, simulated_accept_len=2.5)
     path = tmp_path / "a.json"
     with serving(make_model(tmp_path / "model"), double) as (_, url):
-        asked = ["--url", url, "--num", "3", "--concurrency", "1", "--source", "problems:train"]
+        asked = ["--url", url, "--num", "3", "--concurrency", "1", "--source", "problems"]
         assert main([*asked, "--extra", '{"max_tokens": 8}', "--quiet", "--json", str(path)]) == 0
     marked = "(SIMULATED: 2.5 tokens a step)"
     assert marked in capsys.readouterr().out.splitlines()[0]

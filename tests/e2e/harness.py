@@ -6,21 +6,23 @@ pytest-xdist starts in some (`part_processes`). Clients and servers are then in 
 everything dies with their first process.
 """
 
+import contextlib
 import os
 import secrets
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-from benchmarks.served import UNSHARE, can_enter, start_over
 from cluster.cli import RAY_SETTINGS
 from cluster.serve.lifetime import find_running
 from tests.e2e.watch import Watch
@@ -30,10 +32,28 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 INSIDE = "KVLANE_TEST_NAMESPACE"
 APART = "KVLANE_TESTS_APART"  # each process of pytest-xdist has namespaces of its own
 APART_BY = REPOSITORY / "tests" / "support" / "apart.sh"
+UNSHARE = ("unshare", "-n", "-p", "-f", "--mount-proc", "--kill-child")
+LOOPBACK_UP = ("ip", "link", "set", "lo", "up")
 OWN_SHM = ["mount", "-t", "tmpfs", "kvlane", "/dev/shm"]  # an empty one
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Rows = dict[str, dict[str, Any]]  # of `status`, by name
+READY_TIMEOUT_S = 600.0  # of a large model
 READY = ("Ctrl-C stops it.", '"message": "ready"')  # for people, for machines
+
+
+def can_enter() -> bool:
+    """Whether a namespace can be made here, and its loopback brought up: by root, with iproute2."""
+    try:
+        return subprocess.call([*UNSHARE, *LOOPBACK_UP], stderr=subprocess.DEVNULL) == 0
+    except FileNotFoundError:
+        return False
+
+
+def start_over(command: Sequence[str]) -> NoReturn:
+    """Become `command` in a new namespace, with pids and an empty /dev/shm of its own."""
+    setup = "; ".join(shlex.join(each) for each in (LOOPBACK_UP, OWN_SHM))
+    script = f'{setup}; "$@"; exit $?'  # bash stays: the first process has to reap
+    os.execvp(UNSHARE[0], [*UNSHARE, "bash", "-c", script, "bash", *command])
 
 
 def enter_namespace(config: pytest.Config) -> None:
@@ -49,14 +69,19 @@ def enter_namespace(config: pytest.Config) -> None:
     pytest_again = [sys.executable, "-m", "pytest", *arguments]
     os.chdir(config.invocation_params.dir)
     sys.stdout.flush()
-    start_over(pytest_again, OWN_SHM)
+    start_over(pytest_again)
 
 
 def enter_namespace_of(module: str) -> None:
-    """Start `python -m module` over inside a namespace, with its arguments; returns only there."""
+    """Start `python -m module` over inside a namespace, with its arguments; returns only there.
+
+    Raises SystemExit where none can be made.
+    """
     if not os.environ.get(INSIDE):
+        if not can_enter():
+            sys.exit(f"not root, or no `ip` for a namespace; {INSIDE}=1 runs without one")
         os.environ[INSIDE] = "1"
-        start_over([sys.executable, "-m", module, *sys.argv[1:]], OWN_SHM)
+        start_over([sys.executable, "-m", module, *sys.argv[1:]])
 
 
 def part_processes(config: pytest.Config) -> None:
@@ -197,6 +222,25 @@ class Serve:
     def leftovers(self) -> list[str]:
         places = (self.root / "tmp", self.root / "run" / "kvlane")
         return [str(path) for place in places if place.exists() for path in place.iterdir()]
+
+
+@contextlib.contextmanager
+def serving(
+    arguments: Sequence[str], port: int, *, keep: Path, root: Path | None = None
+) -> Iterator[str]:
+    """A cluster that is ready; its URL. Ended after the body, its output is `keep`/cluster.log.
+
+    root: a folder for all its files, with a short path, which is removed; None: one of its own.
+    """
+    root = root or Path(tempfile.mkdtemp(prefix="jd"))  # short: Ray's sockets lie below it
+    cluster = Serve(root, port).start(*arguments)
+    try:
+        yield cluster.wait_ready(READY_TIMEOUT_S).url
+    finally:
+        cluster.end()
+        keep.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / "output", keep / "cluster.log")
+        shutil.rmtree(root, ignore_errors=True)
 
 
 def _as_under_a_terminal() -> None:

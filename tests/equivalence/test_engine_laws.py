@@ -87,7 +87,7 @@ def test_whatever_serves_a_request_changes_nothing(
             for role in ("prefill", "decode")
         )
         # Cold, then with whatever the prefix trees kept; on a busy machine rows rarely meet.
-        for number in range(20):
+        for number in range(60):
             assert ids(cluster.client.generate(*asked())) == expected
             preempted = sum(value(each.metrics.preemptions) for each in decodes)
             if number and (pages != "few" or preempted > 0):

@@ -30,9 +30,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def text(directory: Path) -> Text:
+def usual_text(directory: Path) -> Text:
     """Its tokenizer."""
     return Text(directory)
+
+
+@pytest.fixture(scope="module")
+def text(
+    request: pytest.FixtureRequest, usual_text: Text, tmp_path_factory: pytest.TempPathFactory
+) -> Text:
+    """The tokenizer of the module's MODEL, which is as `make_model` takes it; else the usual."""
+    made = getattr(request.module, "MODEL", None)
+    return Text(make_model(tmp_path_factory.mktemp("model"), *made)) if made else usual_text
 
 
 @pytest.fixture(scope="session")

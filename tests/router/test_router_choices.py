@@ -7,7 +7,6 @@ import httpx
 import msgspec
 import openai
 import pytest
-from openai.types.chat import ChatCompletion
 from pydantic import ValidationError
 
 from router.openai.schema import ChatBody, CompletionBody, GenerationBody, seed_of
@@ -31,20 +30,6 @@ def script_of(text: Text) -> Script:
     return speak(text.encode(ANSWER, add_special_tokens=False), sizes=(2, 3), kept=True)
 
 
-def test_logprobs_of_a_chat(client: openai.OpenAI, text: Text) -> None:
-    asked: Any = {"model": "small", "messages": HELLO, "logprobs": True, "top_logprobs": 2}
-    answer = client.chat.completions.create(**asked)
-    ChatCompletion.model_validate(answer.model_dump())
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None
-    content = logprobs.content or []
-    tokens = text.encode(ANSWER, add_special_tokens=False)
-    assert [each.logprob for each in content] == [-token / 8 for token in tokens]
-    assert b"".join(bytes(each.bytes or []) for each in content).decode() == ANSWER
-    assert all(len(each.top_logprobs) == 2 for each in content)
-    assert all(each.top_logprobs[0].token == each.token for each in content)
-
-
 def test_many_logprobs_are_written_off_the_loop(
     served: Served, double: DecodeDouble, monkeypatch: pytest.MonkeyPatch, streamed: bool
 ) -> None:
@@ -66,10 +51,13 @@ def test_many_logprobs_are_written_off_the_loop(
 def test_choices_share_a_prompt_and_have_seeds_of_their_own(
     served: Served, double: DecodeDouble, streamed: bool
 ) -> None:
-    found, usage = served.told("chat/completions", streamed, messages=HELLO, n=4, seed=11)
+    body: Any = {"messages": HELLO, "n": 4, "seed": 11, "logprobs": True}
+    found, usage = served.told("chat/completions", streamed, **body)
     assert usage["completion_tokens"] % 4 == 0
     assert usage["prompt_tokens"] < 40
     assert [choice["text"] for choice in found] == [ANSWER] * 4
+    pieces = [bytes(each["bytes"]) for each in found[0]["logprobs"]]
+    assert b"".join(pieces).decode() == ANSWER
     taken = [double.take()[1] for _ in range(4)]
     assert taken[0].after == ""
     assert [each.sampling.seed for each in taken] == [seed_of(11, i) for i in range(4)]
@@ -167,18 +155,19 @@ def test_echo_with_logprobs(
 
 
 @pytest.mark.parametrize("echo", [True, False])
-def test_the_prompt_alone(
+def test_prompts_alone(
     served: Served, double: DecodeDouble, text: Text, asked: tuple[int, ...], echo: bool
 ) -> None:
     double.says(text, " you", FinishReason.LENGTH)
-    body: Any = {"prompt": list(asked), "echo": echo, "logprobs": 0, "max_tokens": 0}
+    prompts = [list(asked), [9], [10, 11]]
+    body: Any = {"prompt": prompts, "echo": echo, "logprobs": 0, "max_tokens": 0}
     answer = served.post("completions", **body).json()
-    (choice,) = answer["choices"]
-    assert choice["text"] == PROMPT * echo
-    assert choice["finish_reason"] == "length"
-    assert (choice["logprobs"] is None) == (not echo)
-    if echo:
-        assert choice["logprobs"]["token_logprobs"] == [None, *(-i / 8 for i in asked[1:])]
+    for prompt, choice in zip(prompts, answer["choices"], strict=True):
+        assert choice["text"] == text.decode(prompt) * echo
+        assert choice["finish_reason"] == "length"
+        assert (choice["logprobs"] is None) == (not echo)
+        if echo:
+            assert choice["logprobs"]["token_logprobs"] == [None, *(-i / 8 for i in prompt[1:])]
     assert answer["usage"]["completion_tokens"] == 0
     generate = double.take()[1]
     assert (generate.sampling.max_tokens, generate.sampling.prompt_logprobs) == (1, echo - 1)
@@ -202,17 +191,3 @@ def test_prompt_logprobs_as_vllm_has_them(
             assert own["logprob"] == -token / 8
             assert own["decoded_token"] == text.token_bytes(token).decode("utf-8", "replace")
             assert {entry["rank"] for entry in entries.values()} == {1, 2}
-
-
-def test_each_prompt_has_its_own(served: Served, double: DecodeDouble, text: Text) -> None:
-    double.says(text, "ok", FinishReason.LENGTH)
-    prompts = [[5, 6, 7, 8], [9], [10, 11]]
-    body: Any = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": 0}
-    choices = served.post("completions", **body).json()["choices"]
-    for prompt, choice in zip(prompts, choices, strict=True):
-        assert choice["logprobs"]["token_logprobs"] == [None, *(-i / 8 for i in prompt[1:])]
-
-
-def test_so_many_are_too_many(served: Served) -> None:
-    error = served.refusal("completions", prompt=[[5] * 200] * 255, prompt_logprobs=20)
-    assert error["param"] == "prompt_logprobs"

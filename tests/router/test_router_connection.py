@@ -274,18 +274,3 @@ def test_a_client_that_leaves_after_a_large_body_is_noticed(
     _, generate = double.take()
     client.close()
     assert double.expect(Abort).req_id == generate.req_id
-
-
-def test_a_client_that_leaves_with_requests_sent_ahead_is_no_error_of_ours(
-    served: Served, client: socket.socket, double: DecodeDouble, caplog: pytest.LogCaptureFixture
-) -> None:
-    """uvicorn marks only the last of them as given up, and called the others unanswered."""
-    double.script = None
-    client.sendall(asked() + asked() + HEALTH)
-    _, generate = double.take()
-    address, connections = client.getsockname(), served.router.server.server_state.connections
-    client.close()
-    assert double.expect(Abort).req_id == generate.req_id
-    wait_until(lambda: not any(each.client == address for each in connections))
-    turn(served, 0.05)  # until its route has returned
-    assert not [each for each in caplog.records if each.name in ("uvicorn.error", "kvlane.router")]

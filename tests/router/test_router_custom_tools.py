@@ -10,11 +10,12 @@ from openai.types.responses import Response
 
 from router.openai.custom_calls import Input
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import HELLO, QWEN, DecodeDouble, Served, make_model, speak
+from tests.fault.router_doubles import HELLO, QWEN, DecodeDouble, Served
 from tests.router.test_router_tools import grammar_accepts
 
 TEXTS = ['print("é 😀")\n\\d', "", 'a"}', "\\ud83d", "\x7f\u2028"]
 SAID = TEXTS[0]
+MODEL = (QWEN, (), 2048)
 CUSTOM = {"name": "code", "description": "Run it."}
 DIGITS = {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"}
 OF_CHAT: list[Any] = [{"type": "custom", "custom": CUSTOM}]
@@ -26,16 +27,9 @@ def call(text: str) -> str:
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    return Text(make_model(tmp_path_factory.mktemp("model"), QWEN, (), 2048))
-
-
 @pytest.fixture
 def says(double: DecodeDouble, text: Text) -> DecodeDouble:
-    double.reset()
-    tokens = text.encode(call(SAID), add_special_tokens=False)
-    double.script = speak(tokens, sizes=(3, 1, 2), kept=True)
+    double.says(text, call(SAID), sizes=(3, 1, 2))
     return double
 
 

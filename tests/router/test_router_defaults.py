@@ -10,7 +10,6 @@ import pytest
 from router.config import RouterConfig
 from router.openai.defaults import Defaults, defaults_of
 from tests.fault.router_doubles import HANG_S, KEEP, DecodeDouble, Serve, make_model
-from tests.support.prompts import TINY
 from worker.api import Sampling
 from worker.errors import UserError
 
@@ -68,12 +67,6 @@ def test_the_file_can_be_ignored(serve: Serve, tmp_path: Path) -> None:
     assert card["default_sampling_params"] == PLAIN
     with pytest.raises(ValueError, match="generation_config"):
         RouterConfig.model_validate({"generation_config": "somewhere"})
-
-
-def test_the_bundled_model_is_greedy_until_a_request_wants_otherwise(serve: Serve) -> None:
-    double, url, _ = serve(DecodeDouble(script=KEEP), directory=TINY)
-    assert asked(double, url) == PLAIN | {"temperature": 0}
-    assert asked(double, url, temperature=0.7)["temperature"] == 0.7
 
 
 @pytest.mark.parametrize(

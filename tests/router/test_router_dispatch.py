@@ -81,19 +81,6 @@ def test_refused_request_goes_to_another_worker(serve: Serve, ask: Ask, ids: Ids
     assert metric(url, 'retries_total{cause="refused"') == 2
 
 
-def test_refused_request_is_tried_again_after_the_time_the_worker_named(
-    serve: Serve, ask: Ask, ids: Ids
-) -> None:
-    double, url, _ = serve(DecodeDouble(stats=FULL))
-    future = ask(url)
-    for dispatch in (1, 2, 3):
-        peer, generate = double.take()
-        assert generate.dispatch == dispatch
-        if dispatch < 3:
-            double.refuse(peer, generate)
-    speaks_to_the_end(ids, double, (peer, generate), future)
-
-
 def test_waiting_request_is_woken_by_a_pong_that_shows_room(
     serve: Serve, ask: Ask, ids: Ids
 ) -> None:

@@ -53,7 +53,9 @@ def test_head_is_served_wherever_get_is(url: str) -> None:
             assert (head.status_code, head.content) == (whole.status_code, b"") == (200, b""), path
             assert head.headers["content-type"] == whole.headers["content-type"]
             assert set(client.put(path).headers["allow"].split(", ")) == {"GET", "HEAD"}
-        assert client.head("/v1/completions").status_code == 405
+        wrong = client.get("/v1/completions")
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+        assert wrong.json()["error"]["code"] == "method_not_allowed"
 
 
 def test_a_slash_at_the_end_means_nothing(url: str) -> None:

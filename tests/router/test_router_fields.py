@@ -26,12 +26,7 @@ CHAT, TEXT = "chat/completions", "completions"
 FULL: dict[str, Any] = {CHAT: {"messages": HELLO}, TEXT: {"prompt": "a"}}
 HEADER = "x-kvlane-unknown-fields"
 TEMPLATE = QWEN + "{{ reasoning_effort }}{% for d in documents or [] %}{{ d.text }}{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    """A model that reasons between tokens of its own, and reads documents."""
-    return Text(make_model(tmp_path_factory.mktemp("model"), TEMPLATE, ("<think>", "</think>")))
+MODEL = (TEMPLATE, ("<think>", "</think>"))
 
 
 def told(served: Served, path: str = CHAT, **body: Any) -> str | None:

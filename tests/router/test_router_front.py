@@ -1,20 +1,17 @@
 """Endpoints beside generation: tokens, API keys, models, probes, configuration, metrics."""
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from cluster.cli import main
 from router.http.api import is_slow
 from router.http.keys import read_keys
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import DecodeDouble, Serve, Served, metric, speak, wait_until
+from tests.fault.router_doubles import DecodeDouble, Serve, speak
 from worker.errors import UserError
 
-ROUTER = {"max_body_bytes": 20_000}
 SCRIPT = speak([5])
 
 
@@ -73,38 +70,11 @@ def test_what_is_not_served_says_so(url: str, path: str) -> None:
     assert f"/v1/{path}" in error["message"]
 
 
-def test_other_methods_are_405_and_say_which_are_served(url: str) -> None:
-    response = httpx.get(f"{url}/v1/chat/completions")  # test_router_door asks what has GET
-    assert (response.status_code, response.headers["allow"]) == (405, "POST")
-    assert response.json()["error"]["code"] == "method_not_allowed"
-
-
 def test_slow_work_is_seen_in_the_body_however_it_is_written() -> None:
     assert not is_slow(b'{"prompt": "hello"}')
     assert is_slow(b'{"prompt": "%s"}' % (b"a" * 20_000))
     assert is_slow(b'{"prompt": "a", "guided_json": "{}"}')
     assert is_slow(b'{"prompt": "a", "guid\\u0065d_json": "{}"}')
-
-
-def test_what_others_servers_have_at_the_root(url: str, double: DecodeDouble) -> None:
-    told = httpx.get(f"{url}/").json()["version"]
-    assert httpx.get(f"{url}/version").json() == {"version": told}
-    for method in ("GET", "POST", "HEAD"):
-        assert httpx.request(method, f"{url}/ping").status_code == 200
-
-    def load() -> int:
-        return httpx.get(f"{url}/load").json()["server_load"]
-
-    double.script = None
-    with ThreadPoolExecutor(2) as pool:
-        body = {"prompt": "a", "max_tokens": 1}
-        answers = [pool.submit(httpx.post, f"{url}/v1/completions", json=body) for _ in range(2)]
-        taken = [double.take() for _ in answers]
-        assert load() == 2
-        for peer, generate in taken:
-            speak([5])(double, peer, generate)
-        assert {answer.result().status_code for answer in answers} == {200}
-    wait_until(lambda: load() == 0)
 
 
 def test_api_keys(serve: Serve, tmp_path: Path) -> None:
@@ -132,11 +102,6 @@ def test_api_keys(serve: Serve, tmp_path: Path) -> None:
         assert (response.json()["type"] == "error") == (status == 401)
 
 
-def test_the_file_of_keys_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "--api-key-file", "/etc/keys"]) == 0
-    assert "  api_key_file: /etc/keys\n" in capsys.readouterr().out
-
-
 def test_a_file_without_keys_is_refused_at_the_start(tmp_path: Path) -> None:
     assert read_keys("") == ()
     (tmp_path / "empty").write_text("\n \n")
@@ -144,23 +109,3 @@ def test_a_file_without_keys_is_refused_at_the_start(tmp_path: Path) -> None:
         with pytest.raises(UserError) as caught:
             read_keys(str(tmp_path / name))
         assert caught.value.param == "router.api_key_file"
-
-
-def test_state_of_the_router(served: Served) -> None:
-    double, url, _ = served
-    for path, said in (
-        ("health", {"status": "ok"}),
-        ("ready", {"status": "ready"}),
-        ("live", {"status": "live", "workers": {"decode-0": "live"}}),
-    ):
-        answer = httpx.get(f"{url}/{path}")
-        assert (answer.status_code, answer.json()) == (200, said)
-    assert metric(url, "workers_alive") == 1
-    config = httpx.get(f"{url}/config").json()
-    assert config["config"]["router"]["max_body_bytes"] == 20_000
-    (note,) = config["notes"]
-    assert "RDMA" in note
-    assert {member["role"] for member in config["members"]} == {"router", "decode"}
-    targets = httpx.get(f"{url}/metrics/targets").json()
-    assert [double.member.metrics_address] in [target["targets"] for target in targets]
-    assert all(isinstance(value, str) for t in targets for value in t["labels"].values())

@@ -65,6 +65,7 @@ def test_too_many_requests_are_429_at_once(full: str) -> None:
     assert unread.headers["x-request-id"]
     assert metric(full, 'requests_total{model="small",outcome="busy"') == 2
     assert httpx.get(f"{full}/v1/models").status_code == 200
+    assert httpx.get(f"{full}/load").json() == {"server_load": 1}
 
 
 def test_refusals_by_the_head_are_those_of_the_routes(

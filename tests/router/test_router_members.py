@@ -84,9 +84,3 @@ def test_worker_that_refused_is_left_alone_until_it_shows_room(members: Members)
     assert not members.open_decode(9.0)
     members.left("d/1", allows_one=True)
     assert members.open_decode(9.0)
-
-
-def test_draining_worker_is_live_but_not_open(members: Members) -> None:
-    members.pong("d/1", WorkerStats(max_num_reqs=2, num_free_pages=5, draining=True))
-    assert members.live("decode")
-    assert not members.open_decode(0.0)

@@ -10,7 +10,6 @@ from tests.fault.router_doubles import (
     QWEN,
     DecodeDouble,
     Served,
-    make_model,
     speak,
 )
 
@@ -20,12 +19,7 @@ TOOL = {"name": "weather", "description": "of a city", "input_schema": {"type": 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 HEARD = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 UNTHOUGHT = "<think>\n\n</think>\n\n"
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    """A model that thinks, unless it is told not to."""
-    return Text(make_model(tmp_path_factory.mktemp("model"), QWEN, (), 2048))
+MODEL = (QWEN, (), 2048)  # it thinks, unless it is told not to
 
 
 def told(served: Served, streamed: bool, **asked: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import httpx
 import jsonschema
 import pytest
 
+from router.http import openapi
 from router.http.table import ROUTES, Guard, guard_of
 from tests.fault.router_doubles import HANG_S, TOLD_STAGES, Serve, Served, speak
 
@@ -66,7 +67,7 @@ def test_every_example_of_a_request_is_served_and_every_reply_fits(
         if "requestBody" in operation:
             example = operation["requestBody"]["content"]["application/json"]["example"]
         if "parameters" in operation:
-            path = path.format(name=operation["parameters"][0]["example"])
+            path = path.format_map({x["name"]: x["example"] for x in operation["parameters"]})
         for media in served:
             asked = example | {"stream": True} if media == "text/event-stream" else example
             response = httpx.request(method, f"{url}{path}", json=asked, timeout=HANG_S)
@@ -125,3 +126,14 @@ def test_the_root_says_what_this_is(url: str) -> None:
     assert "docs" in links
     for path in (*links, found["docs"], found["openapi.json"], found["v1/models"]):
         assert httpx.get(f"{url}/{path.lstrip('/')}").status_code == 200
+
+
+def test_a_row_with_parameters_in_its_path_documents_them(monkeypatch) -> None:
+    """The next route may have other ones than `{name}`, which clients are made from."""
+    row = openapi.Route("Models", Guard.KEYED, "/v1/of/{one}/{two:path}", "", summary="Two.")
+    monkeypatch.setattr(openapi, "OPERATIONS", [*openapi.OPERATIONS, row])
+    *_, (path, _, shown) = operations(openapi.document("0", "m", ()))
+    assert (path, shown["operationId"]) == ("/v1/of/{one}/{two}", "v1_of_one_two")
+    assert [(x["name"], x["in"], x["required"]) for x in shown["parameters"]] == [
+        ("one", "path", True), ("two", "path", True),
+    ]  # fmt: skip

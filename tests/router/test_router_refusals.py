@@ -95,6 +95,7 @@ OF_TEXTS: list[Row] = [
     ({"best_of": 1, "n": 2}, "best_of"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt": [[5] * 200] * 255, "prompt_logprobs": 20}, "prompt_logprobs"),
     ({"logit_bias": {"a": 1}}, "logit_bias.a"),
     ({"logit_bias": {"5": 101}}, "logit_bias.5"),
     ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),

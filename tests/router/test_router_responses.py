@@ -22,7 +22,6 @@ from tests.fault.router_doubles import (
     Serve,
     Served,
     client_of,
-    make_model,
     routed,
     speak,
 )
@@ -33,14 +32,8 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "é"}}\n</tool_ca
 THOUGHT = "<think>\nI look.\n</think>\n\n"
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}
 TIME = {**TOOL, "name": "time", "description": "what time it is"}
+MODEL = (QWEN, ("<tool_call>", "</tool_call>", "<think>", "</think>"), 2048)
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    """A model that may think."""
-    words = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-    return Text(make_model(tmp_path_factory.mktemp("model"), QWEN, words, 2048))
 
 
 def told(client: openai.OpenAI, streamed: bool, **asked: Any) -> Response:
@@ -219,29 +212,21 @@ def test_allowed_tools(client: openai.OpenAI, double: DecodeDouble, text: Text, 
     assert "what time" not in text.decode(generate.tokens) + generate.sampling.grammar
 
 
-def test_a_background_response_is_asked_for_until_it_is_done(
-    client: openai.OpenAI, double: DecodeDouble, text: Text
+@pytest.mark.parametrize("way", ["done", "cancel", "delete", "fail"])
+def test_a_background_response_is_asked_for_until_it_ends(
+    client: openai.OpenAI, double: DecodeDouble, text: Text, way: str
 ) -> None:
     double.script = None
     made = told(client, False, background=True)
     assert (made.status, made.output) == ("in_progress", [])
     peer, generate = double.take()
     assert client.responses.retrieve(made.id).status == "in_progress"
-    tokens = text.encode("done", add_special_tokens=False)
-    double.chunk(peer, generate, tokens)
-    double.chunk(peer, generate, at=len(tokens), finish=FinishReason.STOP)
-    until(lambda: client.responses.retrieve(made.id).status == "completed")
-    assert client.responses.retrieve(made.id).output_text == "done"
-
-
-@pytest.mark.parametrize("way", ["cancel", "delete", "fail"])
-def test_a_background_response_ends_early(
-    client: openai.OpenAI, double: DecodeDouble, text: Text, way: str
-) -> None:
-    double.script = None
-    made = told(client, False, background=True)
-    peer, generate = double.take()
-    if way == "fail":
+    if way == "done":
+        tokens = text.encode("done", add_special_tokens=False)
+        double.chunk(peer, generate, tokens, finish=FinishReason.STOP)
+        until(lambda: client.responses.retrieve(made.id).status == "completed")
+        assert client.responses.retrieve(made.id).output_text == "done"
+    elif way == "fail":
         error = Error("internal_error", "broken")
         double.chunk(peer, generate, finish=FinishReason.ERROR, error=error)
         until(lambda: client.responses.retrieve(made.id).status == "failed")

@@ -4,14 +4,11 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-import pytest
-
 from router.adapters.messages import MessagesBody
 from router.adapters.responses import ResponseBody
 from router.openai.fields import NO_PART, NOT_BUILT
 from router.openai.schema import ChatBody, CompletionBody
-from router.text.tokenizer import Text
-from tests.fault.router_doubles import HELLO, QWEN, Served, make_model, speak
+from tests.fault.router_doubles import HELLO, QWEN, Served, speak
 from tests.support.commands import REPOSITORY
 from tests.support.mutants import TOOLS
 
@@ -22,6 +19,7 @@ FULL: dict[str, Any] = {
     MESSAGE: {"messages": HELLO, "max_tokens": 5},
 }  # fmt: skip
 BODIES = {CHAT: ChatBody, TEXT: CompletionBody, RESPONSE: ResponseBody, MESSAGE: MessagesBody}
+MODEL = (QWEN + "{# reasoning_effort documents #}", (), 2048)  # it reads what a request may give
 SCRIPT = speak([5])
 FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
@@ -142,13 +140,6 @@ WORDS = {
     "works": "work", "refused": "400 that names the field", "told": "`X-Kvlane-Unknown-Fields`",
     "no part": "change no answer here, and are ignored",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    """A model whose template reads what a request may give it."""
-    template = QWEN + "{# reasoning_effort documents #}"
-    return Text(make_model(tmp_path_factory.mktemp("model"), template, (), 2048))
 
 
 def fate(served: Served, path: str, name: str, value: Any) -> str:

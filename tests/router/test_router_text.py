@@ -181,11 +181,6 @@ def test_ids_that_only_the_model_knows_leave_no_text(tmp_path: Path) -> None:
     assert (text.piece(150_000), text.token_bytes(150_000)) == ("", b"")
 
 
-def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no config"):
-        Text(tmp_path)
-
-
 @pytest.mark.parametrize(
     "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 )
@@ -195,6 +190,8 @@ def test_broken_files_are_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match=r"broken|not valid JSON|not a tokenizer") as caught:
         Text(directory)
     assert str(directory) in str(caught.value)
+    with pytest.raises(UserError, match="has no config"):
+        Text(tmp_path / "none")
 
 
 def test_parts_of_a_message_are_joined() -> None:

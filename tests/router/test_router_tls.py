@@ -66,10 +66,6 @@ def secure(
     return routed(directory, [double.member], shared=True, **tls, **more)
 
 
-def trusting(cert_file: str) -> ssl.SSLContext:
-    return ssl.create_default_context(cafile=cert_file)
-
-
 def name_of(url: str) -> str:
     """Of the certificate that a new connection gets."""
     host, port = url.removeprefix("https://").split(":")
@@ -85,7 +81,7 @@ def test_the_api_speaks_tls_and_the_own_port_http(
     with secure(directory, double, files) as (router, url):
         local = url.replace("127.0.0.1", "localhost")
         with (
-            httpx.Client(verify=trusting(files[0])) as http,
+            httpx.Client(verify=ssl.create_default_context(cafile=files[0])) as http,
             openai.OpenAI(base_url=f"{local}/v1", api_key="x", http_client=http) as client,  # type: ignore
         ):
             assert client.completions.create(model="small", prompt="a").choices[0].finish_reason

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from llguidance import LLTokenizer
-from openai.types.chat import ChatCompletion
 
 from router.openai.tools import detected
 from router.text.reasoning import MARKS as THINKS
@@ -34,7 +32,6 @@ LOOP = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 ARGUMENTS = '{"city": "é 😀"}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 CALL2 = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
-SAID = [("weather", ARGUMENTS), ("time", "{}")]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tokens", "text"])
@@ -52,31 +49,6 @@ def slowly(tokens: Sequence[int], pause_s: float, finish: FinishReason) -> Scrip
         double.chunk(peer, generate, at=len(tokens), finish=finish)
 
     return script
-
-
-def asked(double: DecodeDouble, text: Text) -> tuple[str, str]:
-    """Prompt and grammar of what the worker was asked."""
-    generate = double.take()[1]
-    return text.decode(generate.tokens, skip_special_tokens=False), generate.sampling.grammar
-
-
-def test_calls_of_a_whole_answer(client: openai.OpenAI, double: DecodeDouble, text: Text) -> None:
-    double.says(text, f"I look.\n{CALL}\n{CALL2}", sizes=(3, 1, 2))
-    answer = client.chat.completions.create(model="small", messages=HELLO, tools=TOOLS)
-    ChatCompletion.model_validate(answer.model_dump())
-    choice = answer.choices[0]
-    assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
-    calls: Any = choice.message.tool_calls
-    assert [(each.function.name, each.function.arguments) for each in calls] == SAID
-    prompt, grammar = asked(double, text)
-    assert json.dumps(TOOLS[0]) in prompt
-    assert grammar == ""
-    again = [*HELLO, choice.message, {"role": "tool", "tool_call_id": calls[0].id, "content": "7"}]
-    double.says(text, "It is 7.", sizes=(3, 1, 2))
-    answer = client.chat.completions.create(model="small", messages=again, tools=TOOLS)
-    choice = answer.choices[0]
-    assert (choice.message.content, choice.finish_reason) == ("It is 7.", "stop")
-    assert f"<tool_call>\nweather {ARGUMENTS}\n</tool_call>" in asked(double, text)[0]
 
 
 def grammar_accepts(text: Text, grammar: str, output: str) -> bool:
@@ -121,7 +93,7 @@ def test_demanded_calls_are_constrained(
     response = served.post("chat/completions", **body)
     assert response.status_code == 200, response.text
     assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
-    grammar = asked(served.double, text)[1]
+    grammar = served.double.take()[1].sampling.grammar
     assert [output for output in good if not grammar_accepts(text, grammar, output)] == []
     assert [output for output in bad if grammar_accepts(text, grammar, output)] == []
 
@@ -227,14 +199,12 @@ def test_harmony_is_told_apart_without_tools(serve: Serve, tmp_path: Path) -> No
     text = Text(make_model(tmp_path, f"{{# <|channel|> #}}{LOOP}", words, 2048))
     assert detected(text.template_source) == "harmony"
     answer = f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>so"
-    _, url, _ = answering(serve, text, answer)
-    body: dict[str, Any] = {"messages": HELLO}
-    found = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    served = answering(serve, text, answer)
+    found = served.post("chat/completions", messages=HELLO).json()["choices"][0]["message"]
     assert (found["content"], found["reasoning_content"]) == ("so", "why < so")
     assert found["reasoning"] == found["reasoning_content"]
-    body |= {"tools": TOOLS, "tool_choice": "required"}
-    refused = httpx.post(f"{url}/v1/chat/completions", json=body)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
+    body: dict[str, Any] = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required"}
+    assert served.refusal("chat/completions", **body)["param"] == "tool_choice"
 
 
 @pytest.mark.parametrize("whose", ["mistral", "seed_oss"])

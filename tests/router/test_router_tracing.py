@@ -89,15 +89,6 @@ def test_a_request_that_fails_says_how(traced: tuple[str, Collector]) -> None:
     assert "gen_ai.latency.time_to_first_token" not in root.attributes
 
 
-def test_n_is_what_the_client_asked_for(traced: tuple[str, Collector]) -> None:
-    """Of each prompt, and without the samples of `best_of` that it does not get."""
-    response, spans = ask(traced, [[9], [8]], n=2, best_of=3)
-    assert len(response.json()["choices"]) == 4
-    (root,) = (each for each in spans if each.is_server)
-    assert len(named(spans, "dispatch")) >= 6
-    assert root.attributes["gen_ai.request.n"] == 2
-
-
 def test_an_answer_of_5xx_is_an_error_even_if_nobody_says_why() -> None:
     made = Made()
     headers = {b"traceparent": f"00-{'1' * 32}-{PARENT}-01".encode()}

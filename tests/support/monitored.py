@@ -35,7 +35,6 @@ class ProcessDouble(Process):
     dead: bool = False
     deaf: bool = False  # to `stop`
     frozen: bool = False
-    dead_to_reports: bool = False  # its death is known to them alone
     over: asyncio.Event = field(default_factory=asyncio.Event)
     members: list[str] = field(default_factory=list)
     changes: list[tuple[str, str, str]] = field(default_factory=list)
@@ -73,8 +72,6 @@ class ProcessDouble(Process):
     async def report(self) -> Report:
         if self.frozen:
             await asyncio.Event().wait()
-        if self.dead_to_reports:
-            raise PeerLost("its process died")
         return Report(self.idle, {"pages": 0})
 
     async def retire(self) -> None:

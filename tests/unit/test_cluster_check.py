@@ -248,13 +248,10 @@ def test_dummy_weights_need_no_weight_files(model: Path) -> None:
     fits(f"model.path={model}", "model.load_format=dummy")
 
 
-def test_an_architecture_that_cannot_be_served_is_told(model: Path) -> None:
+def test_what_a_model_cannot_be_or_do_is_told(model: Path) -> None:
     message = model_refused(rewritten(model, architectures=["MambaForCausalLM"]))
     assert "'MambaForCausalLM' is not supported, for it needs recurrent layers" in message
     assert "; take Qwen/Qwen3.5-9B" in message
-
-
-def test_a_length_beyond_the_model_s_is_told() -> None:
     says = "model.max_model_len: is 999999, but the model has "
     assert model_refused(TINY, "model.max_model_len=999999").startswith(says)
 

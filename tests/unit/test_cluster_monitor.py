@@ -11,21 +11,12 @@ from cluster.control.replicas import (
     Replica,
     State,
     backoff_s,
-    last_of_its_kind,
 )
 from cluster.control.tasks import in_time
 from tests.support.asynchronous import asynchronous
 from tests.support.monitored import Monitored, controller
 from worker.api import Lost
 from worker.errors import PeerLost, UserError, WorldError
-
-
-@asynchronous
-async def test_everybody_is_told_of_everybody() -> None:
-    names = ["decode-0", "decode-1", "router-0"]
-    cluster = await Monitored.started(*names)
-    await cluster.until(lambda: all(cluster.last(n).members == names for n in names))
-    assert len(cluster.links.peers) == 3
 
 
 @asynchronous
@@ -126,17 +117,6 @@ async def test_a_router_that_reports_nothing_is_treated_as_dead(monkeypatch) -> 
     await cluster.monitor.stop(0.0)
 
 
-@asynchronous
-async def test_a_death_that_a_report_finds_first_is_told_as_one(monkeypatch) -> None:
-    monkeypatch.setattr("cluster.control.keeper.ASK_S", 0.01)
-    cluster = await Monitored.started("router-0", http=True)
-    cluster.last("router-0").dead_to_reports = True
-    await cluster.until(lambda: len(cluster.site.made["router-0"]) == 2)
-    texts = [event.text for event in cluster.monitor.events]
-    assert "its process died; again in 0.01 s" in texts, texts
-    await cluster.monitor.stop(0.0)
-
-
 @pytest.mark.parametrize(
     ("error", "kind", "attempts"),
     [(UserError("bad"), UserError, 1), (PeerLost("x"), WorldError, 3)],
@@ -186,16 +166,6 @@ async def test_stop_ends_routers_first_and_what_does_not_listen_is_killed() -> N
 
 
 @asynchronous
-async def test_who_was_asked_to_stop_is_told_no_more() -> None:
-    """It may be gone by then, and each of them would have been a line of the log."""
-    cluster = await Monitored.started("decode-0", "decode-1")
-    cluster.last("decode-0").deaf = True
-    await cluster.monitor.stop(None)
-    after = cluster.log[cluster.log.index("stop decode-0") :]
-    assert not [line for line in after if "tell decode-0" in line]
-
-
-@asynchronous
 async def test_a_drained_process_is_told_whether_others_stay_at_its_address() -> None:
     names = "decode-0", "decode-1", "router-0", "router-1", "router-2"
     cluster = await Monitored.started(*names)
@@ -210,16 +180,6 @@ async def test_a_drained_process_is_told_whether_others_stay_at_its_address() ->
 
 def test_back_off_doubles_up_to_its_limit() -> None:
     assert [backoff_s(n, 0.5, 3.0) for n in (1, 2, 3, 4, 999)] == [0.5, 1.0, 2.0, 3.0, 3.0]
-
-
-@asynchronous
-async def test_only_the_last_decode_worker_and_the_last_router_are_warned_of() -> None:
-    monitor = (await Monitored.started("decode-0", "decode-1", "router-0")).monitor
-    assert last_of_its_kind("decode-1", monitor.replicas()) == ""
-    assert "router-0 is the last router" in last_of_its_kind("router-0", monitor.replicas())
-    await monitor.drain(["decode-1"], None)
-    assert "the last decode worker" in last_of_its_kind("decode-0", monitor.replicas())
-    assert last_of_its_kind("nobody", monitor.replicas()) == ""
 
 
 @asynchronous

@@ -11,9 +11,9 @@ import pytest
 from cluster.control.monitor import Monitor
 from cluster.control.replicas import Replica, State
 from cluster.sites.handles import Identity, Rank, RayProcess
-from cluster.sites.process import Process, Report, Site, Surroundings
+from cluster.sites.process import Report, Surroundings
 from tests.support.asynchronous import asynchronous
-from tests.support.monitored import CONFIG, LinksDouble
+from tests.support.monitored import CONFIG, LinksDouble, SiteDouble
 from worker.api import Member
 from worker.errors import PeerLost, UserError, WorldError
 
@@ -106,25 +106,16 @@ async def under_way(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     return task
 
 
+@pytest.mark.parametrize(("num", "place"), [(1, "pid 7"), (4, "pids 7 8 9 10")])
 @asynchronous
-async def test_all_ranks_start_together_and_the_leader_is_the_member() -> None:
+async def test_all_ranks_start_together_and_the_leader_is_the_member(num: int, place: str) -> None:
     log: list[str] = []
-    process = worker(4, log)
+    process = worker(num, log)
     member = await process.start()
     assert member.name == "decode-0"
-    assert sorted(log) == [f"start {rank}" for rank in range(4)]
-    assert process.pids == (7, 8, 9, 10)
-    assert process.place == "node 10.0.0.1, pids 7 8 9 10"
-
-
-@asynchronous
-async def test_a_worker_of_one_rank_is_one_process() -> None:
-    process = worker(1, [])
-    assert (await process.start()).name == "decode-0"
-    assert (process.place, process.pids) == ("node 10.0.0.1, pid 7", (7,))
-    run = await under_way(process.run())
-    await process.stop()
-    await run
+    assert sorted(log) == [f"start {rank}" for rank in range(num)]
+    assert process.pids == tuple(range(7, 7 + num))
+    assert process.place == f"node 10.0.0.1, {place}"
 
 
 @pytest.mark.parametrize(
@@ -190,21 +181,14 @@ async def test_a_rank_that_ends_by_itself_ends_the_worker_and_a_stop_is_no_failu
 
 
 @dataclass
-class RankedSite(Site):
-    log: list[str] = field(default_factory=list)
+class RankedSite(SiteDouble):
     fails: dict[int, Exception] = field(default_factory=dict)
-    made: list[RayProcess] = field(default_factory=list)
+    ranked: list[RayProcess] = field(default_factory=list)
 
-    async def create(self, name: str, incarnation: str) -> RayProcess:
-        self.log.append("create")
-        self.made.append(worker(3, self.log, self.fails))
-        return self.made[-1]
-
-    async def kill(self, process: Process) -> None:
-        await process.kill()
-
-    async def release(self, name: str) -> None:
-        self.log.append("release")
+    async def create(self, name: str, incarnation: str) -> RayProcess:  # type: ignore[override]
+        self.log.append(f"create {name}")
+        self.ranked.append(worker(3, self.log, self.fails))
+        return self.ranked[-1]
 
 
 def monitor_of(site: RankedSite) -> Monitor:
@@ -219,13 +203,13 @@ async def test_all_ranks_are_killed_at_once_and_gone_before_the_next_incarnation
     [row] = await monitor.status()
     assert row.pids == (7, 8, 9)
     site.log.clear()
-    actors_of(site.made[0])[1].death = DEATH
+    actors_of(site.ranked[0])[1].death = DEATH
     for _ in range(500):
-        if len(site.made) == 2 and monitor.replicas()[0].state is State.READY:
+        if len(site.ranked) == 2 and monitor.replicas()[0].state is State.READY:
             break
         await asyncio.sleep(0.01)
     kills, gone = [[f"{what} {rank}" for rank in range(3)] for what in ("kill", "gone")]
-    assert site.log[:7] == [*kills, *gone, "create"]
+    assert site.log[:7] == [*kills, *gone, "create decode-0"]
     await monitor.stop(0.0)
 
 
@@ -237,4 +221,4 @@ async def test_ranks_that_wait_for_one_that_failed_are_killed() -> None:
         await monitor.start()
     assert [line for line in site.log if "gone" in line] == ["gone 0", "gone 1", "gone 2"]
     await monitor.stop(0.0)
-    assert site.log[-1] == "release"
+    assert site.log[-1] == "release decode-0"

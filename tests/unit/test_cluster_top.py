@@ -1,6 +1,5 @@
 """`kvlane top`: rows of a known state, and the command itself against a router."""
 
-import io
 import os
 import pty
 import subprocess
@@ -11,12 +10,11 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
-from rich.console import Console, Group
 
 from cluster.cli import main
 from cluster.clients.server import Server
-from cluster.clients.top import TIMEOUT, picture, pressed_q, show
-from cluster.tables import plain, table, text
+from cluster.clients.top import TIMEOUT, picture, show
+from cluster.tables import plain
 from router.observe.board import Board, Change, History, Latency, Rates, RouterRow, WorkerRow
 from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
 from tests.support.commands import REPOSITORY
@@ -136,30 +134,8 @@ def test_other_servers_are_told_from_a_kvlane(path: str, error: type, says: str)
         show(server, 1.0, once=True, as_json=True)
 
 
-def test_a_terminal_cuts_lines_and_marks_states() -> None:
-    out = io.StringIO()
-    console = Console(file=out, width=9, force_terminal=True, color_system="standard")
-    rows = [("日本語", "lost", "unseen"), ("cafe\u0301s", "ready", "")]
-    console.print(Group(text("a title that is long", "bold"), table(("A", "B", "C"), rows)))
-    assert out.getvalue().splitlines() == [
-        "\x1b[1ma title t\x1b[0m",
-        "A       B",
-        "\x1b[31m日本語\x1b[0m\x1b[31m  \x1b[0m\x1b[31ml\x1b[0m",
-        "cafe\u0301s   r",
-    ]
-
-
-def test_q_ends_it_and_other_keys_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    controller, terminal = pty.openpty()
-    with os.fdopen(terminal) as stdin:
-        monkeypatch.setattr(sys, "stdin", stdin)
-        for typed, ends in ((b"x\n", False), (b"q\n", True)):
-            os.write(controller, typed)
-            assert pressed_q(0.05) is ends
-    os.close(controller)
-
-
-def test_ctrl_c_leaves_a_terminal_as_it_was(url: str) -> None:
+@pytest.mark.parametrize("pressed", [b"xq", b"\x03"], ids=["q", "ctrl-c"])
+def test_who_ends_it_gets_the_terminal_as_it_was(url: str, pressed: bytes) -> None:
     def give_terminal() -> None:
         os.setsid()
         os.close(os.open(os.ttyname(1), os.O_RDWR))  # becomes the controlling one
@@ -174,7 +150,7 @@ def test_ctrl_c_leaves_a_terminal_as_it_was(url: str) -> None:
         output = b""
         while b"LATENCY" not in output:
             output += os.read(controller, 4096)
-        os.write(controller, b"\x03")
+        os.write(controller, pressed)
         while True:
             try:
                 output += os.read(controller, 4096)

@@ -12,7 +12,7 @@ arrive at random, and every so often a worker is killed, or stopped for a while.
 it ends with an error or without its end, and is wrong if its answer is another one.
 
 Exits with 1 if a request failed or was wrong, or if anything is left of one. Runs in a network
-namespace of its own (root), unless KVLANE_JUDGES_NAMESPACE is set.
+namespace of its own (root), unless KVLANE_TEST_NAMESPACE is set.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.served import enter_namespace, serving
+from tests.e2e.harness import enter_namespace_of, serving
 from tests.fault.chaos.faults import Cluster, Faults, sizes, told
 from tests.fault.chaos.load import clients_of, command_line, ended, workers
 
@@ -88,7 +88,7 @@ async def soak(options: argparse.Namespace, url: str) -> dict[str, Any]:
 def main() -> int:
     """0 if nothing failed, nothing was wrong and nothing is left."""
     options = parse()
-    enter_namespace("tests.fault.chaos")
+    enter_namespace_of("tests.fault.chaos")
     options.out = options.out.resolve()
     arguments = ["--model", options.model, "--spec", options.spec, *workers(options)]
     arguments += [word for each in options.set for word in ("--set", each)]

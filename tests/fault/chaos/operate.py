@@ -20,8 +20,9 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from benchmarks.served import TINY, enter_namespace, environment, serving
+from tests.e2e.harness import Serve, enter_namespace_of, serving
 from tests.fault.chaos.load import clients_of, command_line, ended, workers
+from tests.support.prompts import TINY
 
 SCALE = 1.3  # of a weight of each layer: another model, which speaks as well
 
@@ -53,7 +54,7 @@ async def told(root: Path, drain_s: float, *words: str) -> dict[str, Any]:
     began = time.monotonic()
     command = "-m", "cluster", *words, "--timeout", str(drain_s)
     running = await asyncio.create_subprocess_exec(
-        sys.executable, *command, env=environment(root), stdout=asyncio.subprocess.DEVNULL,
+        sys.executable, *command, env=Serve(root).environment(), stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     _, error = await running.communicate()
@@ -93,7 +94,7 @@ async def operate(options: argparse.Namespace, url: str, root: Path) -> dict[str
 def main() -> int:
     """0 if nothing failed, nothing was wrong and nothing is left."""
     options = parse()
-    enter_namespace("tests.fault.chaos.operate")
+    enter_namespace_of("tests.fault.chaos.operate")
     options.out = options.out.resolve()
     root = Path(tempfile.mkdtemp(prefix="op"))
     with serving(workers(options), options.port, keep=options.out, root=root) as url:

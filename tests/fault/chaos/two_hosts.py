@@ -5,11 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.served import REPOSITORY, wait_ready
+from tests.e2e.harness import READY, READY_TIMEOUT_S, REPOSITORY
 
 SCRIPT = REPOSITORY / "tests" / "e2e" / "two_nodes.sh"
 HEAD = "10.78.0.1:6379"
@@ -21,6 +22,15 @@ def script(*words: str, check: bool = True, **more: Any) -> subprocess.Completed
     environment = os.environ | {"PYTHON_BIN": str(Path(sys.executable).parent)}
     command = ["bash", str(SCRIPT), *words]
     return subprocess.run(command, env=environment, check=check, text=True, **more)
+
+
+def wait_ready(server: subprocess.Popen[bytes], output: Path) -> None:
+    """Until it has printed its URL."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while READY[0] not in output.read_text(encoding="utf-8", errors="replace"):
+        if server.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"serve is not ready:\n{output.read_text(errors='replace')}")
+        time.sleep(0.1)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,10 @@ class ExpertNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a model's layers are made of, beyond their sizes."""
+    """What a model's layers are made of, beyond their sizes.
+
+    The modules of worker/model read them, and name their tensors (`shards`).
+    """
 
     qkv_bias: bool = False
     output_bias: bool = False  # of the attention's output projection
@@ -53,7 +56,7 @@ class Features:
     activation: Literal["silu", "gelu_pytorch_tanh", "relu2"] = "silu"
     gated: bool = True  # the feed-forward is down(act(gate(x)) · up(x)); else down(act(up(x)))
     root_scale: bool = False  # embedded tokens times √hidden_size, rounded to their dtype
-    sinks: bool = False  # a logit of each head that takes weight, but has no value
+    sinks: bool = False  # a logit of each head that takes weight, but has no value: `sinks`
 
 
 @dataclass(frozen=True, slots=True)
