@@ -176,7 +176,7 @@ if not INTERPRETED:
 
         shape = AttentionShape(32, 8, head_dim, 1.0, KeyMask(window=512), cap=50.0, sinks=True)
         assert "wgmma" in prompt_ptx(shape)
-        gathered = dict.fromkeys(("k_cache", "v_cache", "keys", "values"), "*bf16")
+        gathered: dict[str, Any] = dict.fromkeys(("k_cache", "v_cache", "keys", "values"), "*bf16")
         names = ("page_table", "seq_lens", "first_rows", "query_start")
         gathered |= dict.fromkeys(names, "*i32")
         strides = ("stride_table", "stride_page", "stride_cache_head", "stride_head")

@@ -4,7 +4,6 @@ Two routers over real workers. The law: the answer is the undisturbed one, and i
 computed once; what nobody asks for again is given back.
 """
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,8 +18,8 @@ import router.http.api
 import worker.requests.kept
 from router.dispatch.dispatcher import Dispatcher
 from router.http.app import RouterServer
-from tests.equivalence.test_failover import BODIES, QUESTION, Losing, change
-from tests.fault.router_doubles import Served, events, routed
+from tests.equivalence.test_failover import BODIES, QUESTION, Losing, change, near
+from tests.fault.router_doubles import Served, events, routed, told_by
 from tests.support.engines import Running, running, value
 from tests.support.pairwise import halved, whole
 from tests.support.patience import HANG_S, until
@@ -91,22 +90,9 @@ def asked(served: Served, body: dict[str, Any], key: str = "") -> tuple[Any, boo
     headers = {"idempotency-key": key} if key else {}
     url = f"{served.url}/v1/chat/completions"
     response = httpx.post(url, json=body | STREAM, headers=headers, timeout=HANG_S)
-    assert response.status_code == 200, response.text
-    choices: dict[int, list[Any]] = {}
-    usage: Any = None
-    for part in events(response):
-        assert "error" not in part, part
-        usage = part["usage"] or usage
-        for each in part["choices"]:
-            text, scored, reason = choices.setdefault(each["index"], ["", [], None])
-            for call in each["delta"].get("tool_calls", []):
-                text += json.dumps(call["function"], sort_keys=True)
-            for entry in (each["logprobs"] or {}).get("content", []):
-                scored.append((entry["token"], pytest.approx(entry["logprob"], abs=1e-3)))
-            said = each["delta"].get("content") or ""
-            choices[each["index"]] = [text + said, scored, each["finish_reason"] or reason]
+    choices, usage = told_by(response, streamed=True)
     counts = usage["prompt_tokens"], usage["completion_tokens"]
-    return (choices, counts), "idempotent-replayed" in response.headers
+    return (near(choices), counts), "idempotent-replayed" in response.headers
 
 
 def begin(served: Served, body: dict[str, Any], key: str) -> None:
@@ -167,10 +153,10 @@ def test_a_stop_string_ends_what_nobody_had_looked_at(pair: Pair) -> None:
     """While nobody looks for it, its worker goes on; whoever comes back finds it."""
     _, other = pair.router()
     body = body_of("seeded")
-    text = asked(other, body)[0][0][0][0]
+    text = asked(other, body)[0][0][0]["text"]
     body["stop"] = text[len(text) // 2 : len(text) // 2 + 6]
     expected, _ = asked(other, body)
-    assert expected[0][0][0] == text[: text.index(body["stop"])]
+    assert expected[0][0]["text"] == text[: text.index(body["stop"])]
     begin(pair.router()[1], body, "stop")
     pair.wait_idle()  # it has run on to its last token
     assert asked(other, body, "stop") == (expected, True)

@@ -105,16 +105,21 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Se
 
 
 def told(served: Served, kind: str, **more: Any) -> Any:
-    """The choices and the usage. Logprobs are near one another: KV may come of other steps."""
+    """The choices and the usage."""
     body = {"messages": QUESTION, "max_tokens": NUM_TOKENS} | BODIES[kind] | more
     choices, usage = served.told("chat/completions", True, **body)
+    return near(choices), usage["completion_tokens"], usage["prompt_tokens"]
+
+
+def near(choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """To be compared: logprobs are near one another, as KV may come of other steps."""
     for choice in choices:
         for call in choice["calls"]:
             call.pop("id", None)
         for each in choice["logprobs"]:
             for entry in [each, *each["top_logprobs"]]:
                 entry["logprob"] = pytest.approx(entry["logprob"], abs=1e-3)
-    return choices, usage["completion_tokens"], usage["prompt_tokens"]
+    return choices
 
 
 @pytest.mark.parametrize(

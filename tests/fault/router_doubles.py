@@ -346,23 +346,7 @@ class Served(NamedTuple):
         Of each choice `text`, `reasoning`, `calls`, `logprobs` (one entry a token) and `reason`.
         """
         more = {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
-        response = self.post(path, **body | more)
-        assert response.status_code == 200, response.text
-        made: dict[int, dict[str, Any]] = {}
-        usage: Any = None
-        for part in events(response) if streamed else [response.json()]:
-            usage = part["usage"] or usage
-            for choice in part["choices"]:
-                new = {"text": "", "reasoning": "", "calls": [], "logprobs": [], "reason": None}
-                one = made.setdefault(choice["index"], new)
-                assert one["reason"] is None, "something follows the finish reason"
-                message = choice.get("delta", choice.get("message", {}))
-                one["text"] += choice.get("text") or message.get("content") or ""
-                one["reasoning"] += message.get("reasoning_content") or ""
-                one["calls"] += message.get("tool_calls", [])
-                one["logprobs"] += flat(choice["logprobs"])
-                one["reason"] = choice["finish_reason"]
-        return [made[index] for index in sorted(made)], usage
+        return told_by(self.post(path, **body | more), streamed)
 
     def refusal(self, path: str, **body: Any) -> dict[str, Any]:
         response = self.post(path, **body)
@@ -372,6 +356,26 @@ class Served(NamedTuple):
     def connect(self) -> socket.socket:
         """A client that writes its own HTTP; close it."""
         return connected(self.url)
+
+
+def told_by(response: httpx.Response, streamed: bool) -> tuple[list[dict[str, Any]], Any]:
+    """As `Served.told`."""
+    assert response.status_code == 200, response.text
+    made: dict[int, dict[str, Any]] = {}
+    usage: Any = None
+    for part in events(response) if streamed else [response.json()]:
+        usage = part["usage"] or usage
+        for choice in part["choices"]:
+            new = {"text": "", "reasoning": "", "calls": [], "logprobs": [], "reason": None}
+            one = made.setdefault(choice["index"], new)
+            assert one["reason"] is None, "something follows the finish reason"
+            message = choice.get("delta", choice.get("message", {}))
+            one["text"] += choice.get("text") or message.get("content") or ""
+            one["reasoning"] += message.get("reasoning_content") or ""
+            one["calls"] += message.get("tool_calls", [])
+            one["logprobs"] += flat(choice["logprobs"])
+            one["reason"] = choice["finish_reason"]
+    return [made[index] for index in sorted(made)], usage
 
 
 def flat(logprobs: dict[str, Any] | None) -> list[Any]:
