@@ -26,6 +26,7 @@ IDS = ("probe0001", "probe0002")  # of 9 letters and digits, as Mistral's templa
 # Stands in each call's arguments under "word"; no form of calls escapes it.
 WORDS = ("kvlaneword", "kvlanelast")
 ASKED, SAID, MORE, THOUGHT = "kvlaneasks", "kvlanesays", "kvlaneadds", "kvlanethinks"
+THINKS: Message = dict.fromkeys(("reasoning_content", "thinking"), THOUGHT)
 RICH: tuple[Message, ...] = (
     {
         "word": WORDS[0],
@@ -95,6 +96,8 @@ class Probe:
     # What stands before a `reasoning_content`, from the user's text on, and between it and the
     # content. None: the template leaves it out.
     reasoning: tuple[str, str] | None = None
+    # Whether a turn may have reasoning beside a text and calls, which gpt-oss refuses.
+    thinks_beside: bool = True
 
 
 def probed(render: Render) -> Probe:
@@ -114,6 +117,7 @@ def probed(render: Render) -> Probe:
         needs_parts=frozenset(role for role, _, needs in roles if needs),
         tools_text=_middle(trials.prompt(TOOLS), trials.prompt(())),
         reasoning=trials.reasoning(),
+        thinks_beside=trials.thinks_beside(found),
     )
 
 
@@ -161,11 +165,15 @@ class _Trials:
         }
 
     def reasoning(self) -> tuple[str, str] | None:
-        thought = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), THOUGHT)
-        shown = self.of([*self.asks, {"role": "assistant", "content": SAID} | thought])
+        shown = self.of([*self.asks, {"role": "assistant", "content": SAID, **THINKS}])
         before, found, after = shown.rpartition(ASKED)[2].partition(THOUGHT)
         between, ended, _ = after.partition(SAID)
         return (before, between) if found and ended else None
+
+    def thinks_beside(self, found: Probe) -> bool:
+        called = _turn(_calls(found.arguments[:1] or RICH[:1], found.as_text), "empty")
+        said = called | {"content": SAID}
+        return bool(self.of([*self.asks, said | THINKS]) or not self.of([*self.asks, said]))
 
     def first(self, arguments: Sequence[Message]) -> Probe:
         """The first way of the ladder in which calls are written.
@@ -220,11 +228,16 @@ def _turn(calls: Sequence[Message], content: Content) -> Message:
 
 
 def _calls(arguments: Sequence[Message], as_text: bool) -> list[Message]:
-    given = [json.dumps(one, ensure_ascii=False) if as_text else one for one in arguments]
+    given = map(json_text, arguments) if as_text else arguments
     return [
         {"id": id, "type": "function", "function": {"name": name, "arguments": one}}
         for id, name, one in zip(IDS, NAMES, given, strict=False)
     ]
+
+
+def json_text(value: Any) -> str:
+    """A call's arguments, as models write them."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _common(text: str, before: str) -> int:
