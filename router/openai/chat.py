@@ -193,7 +193,7 @@ def _turn(message: Message, where: str, template: ChatTemplate) -> dict[str, Any
         _earlier_call(call, f"{where}.tool_calls.{j}", as_text=probe.as_text)
         for j, call in enumerate(message.tool_calls)
     ]
-    if not message.content:
+    if not message.content or probe.drops_calls:  # a tool's answer needs its call before it
         del one["content"]
         one |= CONTENTS[probe.content]
     elif not probe.thinks_beside:

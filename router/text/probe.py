@@ -96,6 +96,7 @@ class Probe:
     # What stands before a `reasoning_content`, from the user's text on, and between it and the
     # content. None: the template leaves it out.
     reasoning: tuple[str, str] | None = None
+    drops_calls: bool = False  # of a turn that has a text, too
     # Whether a turn may have reasoning beside a text and calls, which gpt-oss refuses.
     thinks_beside: bool = True
 
@@ -117,7 +118,7 @@ def probed(render: Render) -> Probe:
         needs_parts=frozenset(role for role, _, needs in roles if needs),
         tools_text=_middle(trials.prompt(TOOLS), trials.prompt(())),
         reasoning=trials.reasoning(),
-        thinks_beside=trials.thinks_beside(found),
+        **trials.beside(found),
     )
 
 
@@ -170,10 +171,17 @@ class _Trials:
         between, ended, _ = after.partition(SAID)
         return (before, between) if found and ended else None
 
-    def thinks_beside(self, found: Probe) -> bool:
-        called = _turn(_calls(found.arguments[:1] or RICH[:1], found.as_text), "empty")
-        said = called | {"content": SAID}
-        return bool(self.of([*self.asks, said | THINKS]) or not self.of([*self.asks, said]))
+    def beside(self, found: Probe) -> dict[str, bool]:
+        """What becomes of calls beside a text, and of a thought beside both."""
+        calls = _calls(found.arguments[:1] or RICH[:1], found.as_text)
+        tools = TOOLS if found.has_tools else ()
+        turn = _turn(calls, "empty") | {"content": SAID}
+        tail = self.of([*self.asks, turn], tools).rpartition(ASKED)[2]
+        writes = found.num_calls or found.content != "empty"
+        return {
+            "drops_calls": bool(tail and writes and NAMES[0] not in tail),
+            "thinks_beside": not tail or bool(self.of([*self.asks, turn | THINKS], tools)),
+        }
 
     def first(self, arguments: Sequence[Message]) -> Probe:
         """The first way of the ladder in which calls are written.
