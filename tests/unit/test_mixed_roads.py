@@ -130,7 +130,7 @@ def test_what_a_lane_leaves_others_do_that_were_through(
     def last(lane: SocketLane, pull: SocketPull) -> Any:
         if lane in well:
             return move(lane, pull)
-        batch = pull.next()
+        batch = pull.next(lane)
         until(lambda: not pull._inside & {*well} and not pull._num_awaited)
         return ("broken", [batch]) if batch else ("", [])
 
@@ -162,3 +162,15 @@ def test_a_peer_that_hangs_is_waited_for_once_a_network(
     assert ended(pull) is FAILED
     assert len(tried) == num_tries
     assert set(tried) == {*HOSTS}
+
+
+def test_a_lane_asks_for_nothing_where_another_has_just_hung(ends: Ends) -> None:
+    peer = ends.here.connect(ends.there.endpoint(), CONNECT_S)
+    first, second, *_ = (it for it in peer.lanes if it.address == peer.lanes[0].address)
+    pull = SocketPull(peer, [Run(0, 0, 0, 1)])
+    assert pull.enter(first, "")
+    assert pull.enter(second, "")
+    portion, first.timed_out = pull.next(first), True
+    assert portion is not None
+    pull.leave(first, "as if nothing came", [portion])
+    assert pull.next(second) is None

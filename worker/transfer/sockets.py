@@ -117,10 +117,12 @@ class SocketPull(RunsPull):
             self._inside.add(lane)
             return True
 
-    def next(self) -> Portion | None:
-        """The portion to ask for; None: no portion is left."""
+    def next(self, lane: "SocketLane") -> Portion | None:
+        """The portion that the lane is to ask for; None: no portion is left for it."""
         with self._lock:
-            return self._portions.popleft() if self._portions and not self._failure else None
+            if not self._portions or self._failure or lane.address in self._hung:
+                return None
+            return self._portions.popleft()
 
     def leave(self, lane: "SocketLane", why: str, undone: Sequence[Portion]) -> None:
         """why: why the lane has failed, "" if it has not. undone: portions for other lanes."""
@@ -206,7 +208,7 @@ class SocketLane:
         assert self._connection is not None
         try:
             while True:
-                while len(waiting) < AHEAD and (portion := pull.next()) is not None:
+                while len(waiting) < AHEAD and (portion := pull.next(self)) is not None:
                     waiting.append(portion)
                     self._connection.sendall(asked(portion.there))
                 if not waiting:
