@@ -166,7 +166,7 @@ def test_a_peer_that_hangs_is_waited_for_once_a_network(
 
 def test_a_lane_asks_for_nothing_where_another_has_just_hung(ends: Ends) -> None:
     peer = ends.here.connect(ends.there.endpoint(), CONNECT_S)
-    first, second, *_ = (it for it in peer.lanes if it.address == HOSTS[0])
+    first, second, *_ = (it for it in peer.lanes if it.address == peer.lanes[0].address)
     pull = SocketPull(peer, [Run(0, 0, 0, 1)])
     assert pull.enter(first, "")
     assert pull.enter(second, "")
