@@ -15,8 +15,10 @@ from router.openai.prepare import ChatBody, parse
 from router.openai.tools import tools_of
 from router.text.tokenizer import Text
 from tests.support.prompts import TINY
+from worker.config import ModelConfig, WorkerConfig
 from worker.config.checkpoint.tokens import EOS, eos_ids, read_tokens
 from worker.errors import UserError
+from worker.start.build import _read_shape
 
 VOCAB = 1024  # of TINY
 NAMED = json.loads((TINY / "tokenizer_config.json").read_text()) | {"chat_template": None}
@@ -185,6 +187,17 @@ def test_tokens_are_those_of_all_files(kind: str, tmp_path: Path) -> None:
     end = right.eos_token_id
     assert eos_ids(path, 1 << 20) == (() if end is None else (end,))
     assert eos_ids(path, VOCAB) == (() if end is None or end >= VOCAB else (end,))
+
+
+def test_the_tokenizers_end_ends_an_answer_too(tmp_path: Path) -> None:
+    path = made(
+        tmp_path, {"eos_token": "<|im_start|>"}, {"generation_config.json": '{"eos_token_id": [0]}'}
+    )
+    config = json.loads((path / "config.json").read_text())
+    for given, right in ((2, (2, 0, 1)), (None, (0, 1)), ([1, 5], (1, 5, 0))):
+        (path / "config.json").write_text(json.dumps(config | {"eos_token_id": given}))
+        configured = WorkerConfig(role="decode", model=ModelConfig(path=str(path)))
+        assert _read_shape(configured).eos_token_ids == right
 
 
 def tool(name: str) -> dict[str, Any]:
