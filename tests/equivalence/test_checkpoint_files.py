@@ -91,6 +91,16 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"image_token": typed("<img>"), "boi_token": "<boi>", "a_token": {"a": 1}, "b_token": None},
         {}, {},
     ),
+    "as transformers 5 saves them": (
+        {
+            "model_specific_special_tokens": {"image_token": "<img>", "foo": "<foo>"},
+            "foo": "<foo>", "extra_special_tokens": ["<|x|>"],
+        }, {}, {},
+    ),
+    "as it saves them, and once more": (
+        {"model_specific_special_tokens": {"foo": "<foo>"}, "image_token": "<img>"}, {}, {}
+    ),
+    "extra by a usual name": ({"extra_special_tokens": {"bos_token": "<bos>"}}, {}, {}),
     "mask, which strips": ({"mask_token": typed("<mask>", lstrip=True)}, {}, {}),
     "all names": (
         {f"{name}_token": f"<{name}>" for name in KINDS},

@@ -22,8 +22,9 @@ from worker.errors import UserError
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 EOS = "eos_token"
 NAMES = ("bos_token", EOS, "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-EXTRA, OLDER_EXTRA, DECODER = (
-    "extra_special_tokens", "additional_special_tokens", "added_tokens_decoder",
+EXTRA, OLDER_EXTRA, OWN, DECODER = (
+    "extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens",
+    "added_tokens_decoder",
 )  # fmt: skip
 FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 
@@ -112,7 +113,7 @@ def eos_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
     if not (directory / "tokenizer.json").is_file():
         return ()
     tokens = read_tokens(directory)
-    found = tokens.file.id_of(tokens.named.get(EOS, ""))
+    found = tokens.file.id_of(tokens.named[EOS]) if EOS in tokens.named else None
     return () if found is None or found >= vocab_size else (found,)
 
 
@@ -125,24 +126,23 @@ class _Asked:
         values = dict(config.values)
         if values.get(OLDER_EXTRA) and not values.get(EXTRA):
             values[EXTRA] = values.pop(OLDER_EXTRA)
-        texts = {name: token for name, token in values.items() if isinstance(token, str)}
-        texts |= _named_extra(values)
+        own = {name: token for name, token in values.items() if _is_own(name, token)}
+        own = own | _taken(values, EXTRA) or _taken(values, OWN)
         special: Mapping[str, Any] = {}
         if DECODER not in values:
             self._added = _read(directory / "added_tokens.json")
             special = _read(directory / "special_tokens_map.json").values
-            listed: list[Any] = values.get(EXTRA) or []
+            listed: Any = values.get(EXTRA)
             values |= special
-            if is_list(special.get(EXTRA)):
+            if is_list(listed) and is_list(special.get(EXTRA)):
                 values[EXTRA] = [*listed, *special[EXTRA]]
-            texts |= _named_extra(values)
+            own |= _taken(values, EXTRA)
         named = {name: values.get(name) for name in NAMES}
-        first = [name for name in values if name not in texts or name in special]
-        for name in chain(first, texts):
-            token = texts.get(name, values.get(name))
-            is_token = name.endswith("_token") and (isinstance(token, str) or _has_content(token))
-            if name not in named and (is_token or name not in values):
-                named[name] = token
+        first = [name for name in values if name not in own or name in special]
+        named |= {
+            name: values[name] for name in first if _is_own(name, values[name], any_form=True)
+        }
+        named |= own
         self.named = {
             name: self.token(token, name, special=True)
             for name, token in named.items()
@@ -204,10 +204,16 @@ def _changed(tokens: Iterator[Token], held: list[Token]) -> list[Token]:
     ]
 
 
-def _named_extra(values: dict[str, Any]) -> dict[str, Any]:
-    """Takes the extra tokens that have names out of `values`."""
-    is_named = isinstance(values.get(EXTRA), dict)
-    return cast("dict[str, Any]", values.pop(EXTRA)) if is_named else {}
+def _is_own(name: str, token: Any, *, any_form: bool = False) -> bool:
+    """Whether a field names a token of this model alone, as a text or in any form."""
+    is_token = isinstance(token, str) or (any_form and _has_content(token))
+    return is_token and name.endswith("_token") and name not in NAMES
+
+
+def _taken(values: dict[str, Any], field: str) -> dict[str, Any]:
+    """Takes a field out of `values`, where it is an object: tokens by their names."""
+    is_object = isinstance(values.get(field), dict)
+    return cast("dict[str, Any]", values.pop(field)) if is_object else {}
 
 
 def _has_content(token: Any) -> bool:
