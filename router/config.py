@@ -7,8 +7,15 @@ from pydantic import Field
 from worker.config import Auto, Section
 
 TokenizerBackend = Literal["auto", "huggingface", "fastokens"]
-CallFormat = Literal[
-    "hermes", "llama3", "mistral", "mistral11", "granite", "phi", "gemma", "glm", "harmony", "none"
+CallFormat = Literal[  # `router.text.forms.known` has them
+    "hermes", "qwen3_coder", "seed_oss", "glm45", "minimax_m2", "deepseek_v32", "minicpm5",
+    "functionary31", "functionary32", "mistral11", "mistral32", "deepseek_r1", "deepseek_v31",
+    "kimi_k2", "mistral", "cohere", "command_r", "granite", "phi", "firefunction", "nemotron",
+    "apertus", "olmo3", "lfm2", "pythonic", "gemma", "gemma4", "functiongemma", "glm", "llama3",
+    "harmony", "none",
+]  # fmt: skip
+ReasoningFormat = Literal[
+    "auto", "qwen3", "mistral", "seed_oss", "cohere", "cohere2", "granite", "granite32", "none"
 ]
 Origin = Annotated[str, Field(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
 
@@ -61,8 +68,11 @@ class RouterConfig(Section):
     access_log: bool = False
     """A line at INFO for every HTTP request but probes; false: at DEBUG."""
     tool_parser: Auto | CallFormat = "auto"
-    """Format of tool calls in the model's text; auto: by the chat template."""
-    reasoning_parser: Literal["auto", "qwen3", "mistral", "seed_oss", "none"] = "auto"
+    """Format of tool calls in the model's text; auto: as the chat template writes them.
+
+    GET /config says which was found, and how: by probe, guess or none.
+    """
+    reasoning_parser: ReasoningFormat = "auto"
     """Format of the model's reasoning (qwen3: <think>…</think>, mistral: [THINK]…[/THINK]).
 
     auto: by the chat template.

@@ -34,6 +34,7 @@ from router.openai.defaults import Defaults, defaults_of
 from router.openai.served import Served
 from router.show.front import Front
 from router.show.siblings import Siblings
+from router.text.speech import speech_of
 from router.text.tokenizer import Text
 from worker.api import Member
 from worker.config import ModelConfig, PingConfig
@@ -152,6 +153,7 @@ class RouterServer:
             members=self._members,
             model_max_len=_max_model_len(model, text),
             defaults=defaults_of(model.directory) if follows else Defaults(),
+            speech=speech_of(text, config),
         )
         # The last that the controller has sent, also from before the start.
         self.listed: tuple[Member, ...] = ()

@@ -27,6 +27,7 @@ from router.openai.reply import (
 from router.openai.schema import Message, OfTemplate
 from router.text.parsers import CallPart, Parsed, Parser, Plain
 from router.text.probe import CONTENTS, Probe, json_text
+from router.text.reasoning import Marks
 from router.text.template import ChatTemplate, text_of_parts, text_parts
 from router.text.tokenizer import Text
 from worker.api import FinishReason
@@ -212,14 +213,14 @@ def _content(
     return text_parts(content, where) if takes else text_of_parts(content, where)
 
 
-def is_thinking(last: Message, marks: tuple[str, str]) -> bool:
+def is_thinking(last: Message, marks: Marks) -> bool:
     """Whether a last message, with which an answer goes on, has begun to reason and not ended.
 
     marks: what opens and closes the reasoning.
     """
     said = last.content
     said = said if isinstance(said, str) else text_of_parts(said, "messages")
-    opened, closed = marks
+    opened, closed = marks[:2]
     return opened in said and closed not in said.rpartition(opened)[2]
 
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 from msgspec.structs import replace
 
-from router.config import CallFormat, RouterConfig
+from router.config import RouterConfig
 from router.dispatch.queue import Req
 from router.errors import ApiError, invalid, unsupported
 from router.openai import chat, completions
@@ -17,13 +17,16 @@ from router.openai.fields import listed, unheeded
 from router.openai.logprobs import of_prompt
 from router.openai.schema import ChatBody, CompletionBody, GenerationBody, parse, seed_of
 from router.openai.served import Served
-from router.openai.tools import MARKS, Tools, call_rules, detected, parser, tools_of
+from router.openai.tools import Tools, call_rules, parser, tools_of
+from router.text import harmony
 from router.text.bounded import Bounds
-from router.text.grammar import Validator, composed, quoted, think_rules, unkept
+from router.text.forms.known import HARMONY
+from router.text.forms.rules import CallRules
+from router.text.grammar import Spelling, Validator, composed, think_rules, unkept
 from router.text.output import Ends
 from router.text.parsers import FirstCallOnly, Parser, Plain
 from router.text.reasoning import MARKS as THINKS
-from router.text.reasoning import Reasoning
+from router.text.reasoning import Answer, Reasoning
 
 AUTO_STRING_CHARS = 256, 16384  # least and most; beyond 32768 llguidance gives up
 AUTO_CALLS = 8, 128
@@ -57,14 +60,14 @@ class Preparer:
     def __init__(self, served: Served, validator: Validator) -> None:
         self._served = served
         self._validator = validator
-        template, config = served.text.template_source, served.config
-        asked = config.tool_parser
-        self._format: CallFormat = detected(template) if asked == "auto" else asked
-        self._bounds = _bounds(config, served.model_max_len)
-        whose = config.reasoning_parser
-        if whose == "auto":
-            whose = next((name for name, marks in THINKS.items() if marks[0] in template), "")
-        self._marks = THINKS.get(whose)  # of reasoning; None: it is not told apart
+        speech = served.speech
+        self._form, self._marks = speech.form, speech.marks  # None: these are not told apart
+        self._bounds = _bounds(served.config, served.model_max_len)
+        sought = [*(self._marks or ()), *(() if self._form is None else self._form.texts())]
+        sought += harmony.MARKS if self._form is HARMONY else ()
+        # Special tokens that stand in what parsers look for: they are written out.
+        special = (served.text.added[i] for i in served.text.special_ids)
+        self._kept = [token for token in special if any(token in text for text in sought)]
 
     @property
     def think_end(self) -> int | None:
@@ -80,7 +83,7 @@ class Preparer:
         self._served.check_model(body.model)
         ignored = self._unheeded(body)
         text, tools, salt = self._served.text, tools_of(body), body.salt(own_salt)
-        may_reason = any(opened in text.template_source for opened, _ in THINKS.values())
+        may_reason = any(marks.opens in text.template_source for marks in THINKS.values())
         if not (body.include_reasoning or self._marks) and may_reason:
             message = "include_reasoning: it is not told apart here (router.reasoning_parser)"
             raise unsupported(message, "include_reasoning")
@@ -92,16 +95,17 @@ class Preparer:
         adds = bool(body.add_special_tokens)
         tokens = self._served.encode(prompt, "messages", adds=adds, salt=salt)
         tokens = shortened(tokens, body, self._served.max_model_len)
-        is_parsed = tools.functions or think != "never" or self._format == "harmony"
+        has_marks = think != "never" or (self._marks is not None and self._marks.answer_opens)
+        is_parsed = tools.functions or has_marks or self._form is HARMONY
         writer = chat.ChatWriter(
-            (lambda: self._thinking(parser(self._format, tools), think)) if is_parsed else Plain,
+            (lambda: self._thinking(parser(self._form, tools), think)) if is_parsed else Plain,
             text.token_bytes if body.num_logprobs >= 0 else None,
             reasons=body.include_reasoning,
             custom=tools.custom,
         )
         job = _Job(writer, "messages", ignored, *self._grammar(body, tools, think), salt=salt)
         if is_parsed:
-            job.markers = *(self._marks or ()), *MARKS["hermes"], *MARKS.get(self._format, ())
+            job.markers = self._kept
             job.over = partial(self._end_of_calls, tools, think)
         return self._prepared(body, [tokens], job)
 
@@ -149,7 +153,7 @@ class Preparer:
 
     def _end_of_calls(self, tools: Tools, think: Think) -> Callable[[str], bool] | None:
         """A function that says when the only call allowed has ended; None if more are allowed."""
-        calls = parser(self._format, tools)
+        calls = parser(self._form, tools)
         if not isinstance(calls, FirstCallOnly):
             return None
         answer = self._thinking(calls, think)
@@ -161,19 +165,18 @@ class Preparer:
         return over
 
     def _thinking(self, inner: Parser, think: Think) -> Parser:
-        if think == "never" or self._marks is None:
+        if self._marks is None:
             return inner
+        if think == "never":
+            return Answer(inner, self._marks) if self._marks.answer_opens else inner
         return Reasoning(inner, inside=think == "opened", marks=self._marks)
 
-    def _is_token(self, mark: str) -> bool:
-        token = self._served.text.token_of(mark)
-        return token is not None and self._validator.is_special(token)
-
-    def _symbol(self, mark: str) -> str:
-        """A mark in a lark grammar: as a token if it is a special one, else as text."""
-        if not self._is_token(mark):
-            return quoted(mark)
-        return mark if mark.startswith("<") else f"<[{self._served.text.token_of(mark)}]>"
+    @cached_property
+    def _spelling(self) -> Spelling:
+        """How texts stand in a grammar; a request that asks for one has loaded the tokenizer."""
+        text, is_special = self._served.text, self._validator.is_special
+        tokens = {content: i for i, content in text.added.items() if is_special(i)}
+        return Spelling(tokens, (i for i in tokens.values() if i not in text.special_ids))
 
     def _grammar(
         self, body: GenerationBody, tools: Tools, think: Think
@@ -186,12 +189,13 @@ class Preparer:
         if constraint is None and not tools.demanded:
             strict = any(function.strict for function in tools.functions)
             return "", "", self._told(("tools.strict",) if strict else ())
-        may_call = tools.demanded or (tools.functions and self._format not in ("none", "harmony"))
+        may_call = tools.demanded or (tools.functions and self._form not in (None, HARMONY))
         param = "tools" if constraint is None or tools.demanded else constraint.param
         self._validator.require(param)
-        parts, rules = [], []
+        made = CallRules()
         if may_call:
-            parts, rules = call_rules(self._format, tools, self._symbol, self._bounds)
+            made = call_rules(self._form, tools, lambda: self._spelling, self._bounds)
+        parts, rules = made.parts, made.rules
         alternatives = ["calls"] if may_call else []
         of_tools = tuple[str, ...]()
         if constraint is not None and not tools.demanded:
@@ -203,14 +207,12 @@ class Preparer:
         first = ""
         if think != "never":
             assert self._marks is not None
-            opened, tokens = think == "opened", all(map(self._is_token, self._marks))
-            marks = tuple(map(self._symbol, self._marks)) if tokens else self._marks
-            first = think_rules(*marks, opened=opened, as_tokens=tokens)
+            first = think_rules(*self._marks[:2], self._spelling, opened=think == "opened")
         grammar = composed(parts, [*rules, "body: " + " | ".join(alternatives)], first)
         own = [word for word in self._validator.check(grammar, param) if word not in of_tools]
         if param == "response_format" and "uniqueItems" in unkept(own):
             raise invalid(f"{param}: uniqueItems is not supported", param)
-        names = [f"tools.{name}" for name in unkept(of_tools)]
+        names = [f"tools.{name}" for name in (*made.unkept, *unkept(of_tools))]
         names += [f"{param}.{name}" for name in unkept(own)]
         return grammar, param, self._told(dict.fromkeys(names))
 

@@ -11,6 +11,7 @@ from router.dispatch.members import Members
 from router.errors import ApiError, invalid
 from router.openai.defaults import Defaults
 from router.openai.reply import Model
+from router.text.speech import Speech
 from router.text.tokenizer import Text
 
 
@@ -24,6 +25,7 @@ class Served:
     members: Members
     model_max_len: int  # by the configuration; a worker's KV pool may hold less
     defaults: Defaults = field(default_factory=Defaults)  # of sampling
+    speech: Speech = field(default_factory=Speech)  # how the model writes calls and reasoning
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     @property

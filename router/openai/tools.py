@@ -1,48 +1,25 @@
 """Tools: the functions that a chat may call, and the grammar of a call."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from pydantic import Field, ValidationError
 
-from router.config import CallFormat
 from router.errors import invalid
 from router.openai.custom_calls import as_function
 from router.openai.reading import RequestModel, mapping, refused
 from router.openai.schema import ChatBody
 from router.text.bounded import Bounds
-from router.text.call_formats import CHANNEL, ENDS, MESSAGE, Bare, Harmony, Marked
-from router.text.grammar import Part, quoted, schema_part
-from router.text.parsers import CALL, CALL_END, Calls, FirstCallOnly, Hermes, Llama3, Parser, Plain
-
-# Keys of `parameters` that say nothing of what parameters there are.
-WITHOUT_NAMES = frozenset({"type", "title", "description", "required", "$schema", "$defs"})
-
-# Formats by what a chat template has that writes them; the first that is there counts.
-SIGNS: tuple[tuple[str, CallFormat], ...] = (
-    ("<|channel|>", "harmony"),
-    ("[ARGS]", "mistral11"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<|start_of_role|>", "granite"),
-    (CALL, "hermes"),
-    ("<|tool|>", "phi"),
-    ("<start_of_turn>", "gemma"),
-    ("[gMASK]", "glm"),
-    ("<|python_tag|>", "llama3"),
-    ("ipython", "llama3"),
-)
-# What is written out although it may be a special token; what calls begin with comes first.
-MARKS: Mapping[CallFormat, tuple[str, ...]] = {
-    "hermes": (CALL, CALL_END),
-    "mistral": ("[TOOL_CALLS]",),
-    "mistral11": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-    "granite": ("<|tool_call|>", CALL, CALL_END),
-    "phi": ("<|tool_call|>", "functools", "<|/tool_call|>"),
-    "gemma": ("```tool_code", "```"),
-    "harmony": (CHANNEL, MESSAGE, "<|constrain|>", *ENDS),
-}
+from router.text.forms.form import Form
+from router.text.forms.known import HARMONY
+from router.text.forms.parser import FormParser
+from router.text.forms.recognise import recognised
+from router.text.forms.rules import Called, CallRules, rules_of
+from router.text.grammar import Spelling
+from router.text.harmony import Harmony
+from router.text.parsers import Calls, FirstCallOnly, Parser, Plain
+from router.text.template import ChatTemplate
 
 
 class Function(RequestModel):
@@ -132,79 +109,38 @@ def _chosen(choice: Any) -> str:
     return name
 
 
-def detected(template: str) -> CallFormat:
-    """The format of a model's calls, by its chat template; "hermes" if the template has no sign.
+def detected(template: str) -> Form:
+    """The form of a model's calls, by the source of its chat template; hermes where it tells none.
 
-    A required call follows a grammar. So even a model that does not know tools keeps to the format.
+    A required call follows a grammar. So even a model that does not know tools keeps to the form.
     """
-    for sign, form in SIGNS:
-        if sign in template:
-            return form
-    return "hermes"
+    made = ChatTemplate(template, {"bos_token": "", "eos_token": ""})
+    return recognised(made.probe, template).form
 
 
-def parser(form: CallFormat, tools: Tools) -> Parser:
-    """A parser that takes the calls out of an answer."""
-    if form == "none" or not (tools.functions or form == "harmony"):
+def parser(form: Form | None, tools: Tools) -> Parser:
+    """A parser that takes the calls out of an answer; None: they are not told apart."""
+    if form is HARMONY:
+        calls: Calls = Harmony()
+    elif form is None or not tools.functions:
         return Plain()
-    names = [function.name for function in tools.functions]
-    calls: Calls = Hermes()
-    if form == "llama3":
-        calls = Llama3(names)
-    elif form == "glm":
-        calls = Bare(names)
-    elif form == "harmony":
-        calls = Harmony()
-    elif form != "hermes":
-        num = 2 if form in ("granite", "phi") else 1
-        closes = () if form.startswith("mistral") else MARKS[form][num:]
-        calls = Marked(MARKS[form][:num], closes, python=form == "gemma")
+    else:
+        calls = FormParser(form, {one.name: one.parameters for one in tools.functions})
     return calls if tools.parallel else FirstCallOnly(calls)
 
 
 def call_rules(
-    form: CallFormat, tools: Tools, symbol: Callable[[str], str], bounds: Bounds
-) -> tuple[list[tuple[str, Part]], list[str]]:
-    """Grammars and lark rules of `calls`: of the demanded functions if there are any, else of all.
+    form: Form | None, tools: Tools, spelling: Callable[[], Spelling], bounds: Bounds
+) -> CallRules:
+    """The rules of `calls`: of the demanded functions if there are any, else of all.
 
-    symbol: of a mark in a grammar, as a token or a text. Raises an ApiError if the model has no
-    format for calls, or one that cannot be demanded yet (harmony).
+    Raises an ApiError if the model has no form of calls, or one that cannot be demanded yet
+    (harmony), or for a schema of which no grammar can be made.
     """
-    if form in ("none", "harmony"):
+    if form is None or form is HARMONY:
         message = "no format of tool calls is known for this model (router.tool_parser)"
         raise invalid(f"tool_choice: {message}", "tool_choice")
-    key = "parameters" if form == "llama3" else "arguments"
-    parts: list[tuple[str, Part]] = []
-    rules: list[str] = []
-    for i, function in enumerate(tools.demanded or tools.functions):
-        schema = {"type": "object", **function.parameters}
-        if set(schema) <= WITHOUT_NAMES:  # a function without parameters, as in OpenAI's API
-            schema["properties"] = {}
-        part = schema_part(schema, "tools", bounds, lenient=not function.strict)
-        parts.append((f"arguments_{i}", part))
-        head = f'{{"name": {json.dumps(function.name)}, "{key}": '
-        rule = f'{quoted(head)} @arguments_{i} "}}"'
-        if form == "glm":
-            rule = f"{quoted(function.name + chr(10))} @arguments_{i}"
-        elif form == "mistral11":
-            rule = f"{symbol('[TOOL_CALLS]')} {quoted(function.name)} {symbol('[ARGS]')}"
-            rule += f" @arguments_{i}"
-        rules.append(f"object_{i}: {rule}")
-    rules.append("object: " + " | ".join(f"object_{i}" for i in range(len(parts))))
-    call, between, first, last = "object", quoted("; "), "", ""
-    if form == "hermes":
-        opened, closed = symbol(CALL), symbol(CALL_END)
-        call, between = f'{opened} "\\n" object "\\n" {closed}', quoted("\n")
-    elif form == "mistral11":
-        between = ""
-    elif form in ("mistral", "granite", "phi"):
-        between, first, last = quoted(", "), f'{symbol(MARKS[form][0])} "[" ', ' "]"'
-    elif form == "gemma":
-        between, last = quoted("\n"), f" {quoted(chr(10) + MARKS[form][1])}"
-        first = f"{quoted(MARKS[form][0] + chr(10))} "
-    rules.append(f"call: {call}")
-    most = bounds.max_calls if tools.parallel and form != "glm" else 1
-    more = f"{{0,{most - 1}}}" if most else "*"
-    several = "" if most == 1 else f" ({between} call){more}"
-    rules.append(f"calls: {first}call{several}{last}")
-    return parts, rules
+    functions = [
+        Called(one.name, one.parameters, one.strict) for one in tools.demanded or tools.functions
+    ]
+    return rules_of(form, functions, bounds.max_calls if tools.parallel else 1, spelling(), bounds)

@@ -101,6 +101,7 @@ class StatusRoutes:
         body = {
             "config": dict(self._front.shown),
             "default_sampling_params": self._served.defaults.model_dump(),
+            **self._served.speech.shown(),
             "members": members,
             "version": version(),
             "notes": notes,

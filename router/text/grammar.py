@@ -6,7 +6,7 @@ meet is the client's error (400) and never a worker's.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -87,6 +87,44 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+class Spelling:
+    """How texts stand in a lark grammar for one tokenizer.
+
+    tokens: ids, by what they say, of tokens that no text of a grammar matches; each has to be named
+    where it stands. spoken: those of them that an answer may have in the midst of a text.
+    """
+
+    def __init__(self, tokens: Mapping[str, int], spoken: Iterable[int] = ()) -> None:
+        self._tokens = tokens
+        self.spoken = frozenset(spoken)
+        longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+        self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+    def pieces(self, text: str) -> list[str | int]:
+        """`text` as texts and tokens."""
+        found = filter(None, self._cut.split(text))
+        return [self._tokens.get(piece, piece) for piece in found]
+
+    def spoken_but(self, tokens: Iterable[int]) -> str:
+        """Any of `spoken` but some in a rule, as it may have thousands; empty: there is none."""
+        runs = list[list[int]]()
+        for token in sorted(self.spoken - {*tokens}):
+            if runs and runs[-1][1] == token - 1:
+                runs[-1][1] = token
+            else:
+                runs.append([token, token])
+        listed = ",".join(f"{first}-{last}" for first, last in runs)
+        return f"<[{listed}]>" if runs else ""
+
+    def piece(self, piece: str | int) -> str:
+        """One of them in a rule."""
+        return quoted(piece) if isinstance(piece, str) else f"<[{piece}]>"
+
+    def literal(self, text: str) -> str:
+        """`text` in a rule; empty, if it is."""
+        return " ".join(map(self.piece, self.pieces(text)))
+
+
 def composed(parts: Sequence[tuple[str, Part]], rules: Sequence[str], think: str = "") -> str:
     """One grammar of the lark `rules`, which refer to `parts` as @name; `body` is the answer.
 
@@ -98,15 +136,15 @@ def composed(parts: Sequence[tuple[str, Part]], rules: Sequence[str], think: str
     return json.dumps({"grammars": [{"lark_grammar": lark}, *named]})
 
 
-def think_rules(begin: str, end: str, *, opened: bool, as_tokens: bool) -> str:
+def think_rules(begin: str, end: str, spelling: Spelling, *, opened: bool) -> str:
     """The lark rules of reasoning between `begin` and `end`, before an answer.
 
-    `opened`: the prompt has opened it; if not, the answer may begin with it. `as_tokens`: both
-    texts are special tokens, which no text of a grammar matches.
+    `opened`: the prompt has opened it; if not, the answer may begin with it.
     """
     space = r"space: /[ \n]{0,4}/"
-    if as_tokens:
-        inner = f"{'' if opened else begin} thought {end} space"
+    pieces = [spelling.pieces(mark) for mark in (begin, end)]
+    if all(len(parts) == 1 and isinstance(parts[0], int) for parts in pieces):
+        inner = f"{'' if opened else spelling.literal(begin)} thought {spelling.literal(end)} space"
         think = f"think: {inner}" if opened else f"think: ({inner})?"
         return "\n".join([think, f"thought: /{THOUGHT}/", space])
     close = THOUGHT + re.escape(end).replace("/", r"\/")

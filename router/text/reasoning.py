@@ -1,15 +1,69 @@
 """Splits the reasoning off a model's output, as it arrives; see `parsers`."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from router.text.parsers import Parsed, Parser, sure
 
-# What opens and closes the reasoning, by whose models write it so.
-MARKS: Mapping[str, tuple[str, str]] = {
-    "qwen3": ("<think>", "</think>"),
-    "mistral": ("[THINK]", "[/THINK]"),
-    "seed_oss": ("<seed:think>", "</seed:think>"),
+
+class Marks(NamedTuple):
+    """What opens and closes the reasoning, and the answer behind it where that has marks, too."""
+
+    opens: str
+    closes: str
+    answer_opens: str = ""
+    answer_closes: str = ""
+
+
+# By whose models write them so; of those with the same marks the one with more comes first.
+MARKS: Mapping[str, Marks] = {
+    "granite": Marks("<think>", "</think>", "<response>", "</response>"),
+    "granite32": Marks("Here is my thought process:", "Here is my response:"),
+    "cohere": Marks(
+        "<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"
+    ),
+    "cohere2": Marks("<|START_THINKING|>", "<|END_THINKING|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    "qwen3": Marks("<think>", "</think>"),
+    "mistral": Marks("[THINK]", "[/THINK]"),
+    "seed_oss": Marks("<seed:think>", "</seed:think>"),
 }
+
+
+class Answer(Parser):
+    """Takes the marks off an answer that stands between them; what is left goes to `inner`."""
+
+    def __init__(self, inner: Parser, marks: Marks) -> None:
+        self._inner = inner
+        self._opens, self._closes = marks.answer_opens, marks.answer_closes
+        self._text = ""  # which may be a mark, or end with one
+        self._begun: bool | None = None  # None: not known yet; False: it has no marks
+
+    def feed(self, text: str) -> Parsed:
+        if self._begun is False:
+            return self._inner.feed(text)
+        self._text += text
+        if self._begun is None:
+            start = self._text.lstrip()
+            if len(start) < len(self._opens) and self._opens.startswith(start):
+                return Parsed()
+            self._begun = start.startswith(self._opens)
+            self._text = start.removeprefix(self._opens) if self._begun else self._text
+            if not self._begun:
+                return self._inner.feed(self._take(len(self._text)))
+        kept = self._text.rstrip().removesuffix(self._closes)
+        return self._inner.feed(self._take(len(sure(kept.rstrip(), self._closes).rstrip())))
+
+    def finish(self, *, cut: bool = False) -> Parsed:
+        kept = "" if cut and self._begun is None else self._text
+        if self._begun:
+            kept = (sure(kept, self._closes) if cut else kept).rstrip().removesuffix(self._closes)
+        parsed = self._inner.feed(kept) if kept else Parsed()
+        parsed += self._inner.finish(cut=cut)
+        return parsed
+
+    def _take(self, size: int) -> str:
+        text, self._text = self._text[:size], self._text[size:]
+        return text
 
 
 class Reasoning(Parser):
@@ -18,11 +72,9 @@ class Reasoning(Parser):
     `inside`: the prompt has opened the reasoning.
     """
 
-    def __init__(
-        self, inner: Parser, *, inside: bool, marks: tuple[str, str] = MARKS["qwen3"]
-    ) -> None:
-        self._inner = inner
-        self._open, self._close = marks
+    def __init__(self, inner: Parser, *, inside: bool, marks: Marks = MARKS["qwen3"]) -> None:
+        self._inner = Answer(inner, marks) if marks.answer_opens else inner
+        self._open, self._close = marks[:2]
         self._inside: bool | None = True if inside else None  # None = not known yet
         self._text = ""
         self._begun = False  # some of the reasoning was returned

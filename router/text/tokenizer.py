@@ -66,11 +66,12 @@ class Text:
             raise UserError(message, "model.path") from error
         self.template_source = self.templates.source
         self.probe = self.templates.probe
+        self.response_template: Any = tokens.config.get("response_template")
         added = self._tokenizer.get_added_tokens_decoder()
-        self._added = {i: token.content for i, token in added.items()}
-        self._added_ids = {content: i for i, content in self._added.items()}
+        self.added = {i: token.content for i, token in added.items()}
+        self._added_ids = {content: i for i, content in self.added.items()}
         # Of tokens that the model has no embedding for: no prompt may have them.
-        self.unknown_ids = {i: text for i, text in self._added.items() if i >= self.vocab_size}
+        self.unknown_ids = {i: text for i, text in self.added.items() if i >= self.vocab_size}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         decoder: dict[str, Any] = file.fields.get("decoder") or {}
         self._is_byte_level: bool = decoder.get("type") == "ByteLevel"
@@ -106,7 +107,7 @@ class Text:
 
     def special_ids_but(self, contents: Sequence[str]) -> frozenset[int]:
         """The special tokens, without those of these contents."""
-        return frozenset(i for i in self.special_ids if self._added[i] not in contents)
+        return frozenset(i for i in self.special_ids if self.added[i] not in contents)
 
     def token_of(self, content: str) -> int | None:
         """The added token with this content."""
@@ -114,7 +115,7 @@ class Text:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a token by itself."""
-        if token in self._added or self._is_byte_level:
+        if token in self.added or self._is_byte_level:
             return self._token_bytes(token)
         piece = self.piece(token)
         if BYTE_PIECE.fullmatch(piece):

@@ -46,8 +46,9 @@ QWEN = (
     "{% if tools %}<|im_start|>system\n<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}"
     "</tools>\n{# <tool_call> #}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls %}<tool_call>\n{{ c.function.name }} "
-    "{{ c.function.arguments | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    '{% for c in m.tool_calls %}<tool_call>\n{"name": "{{ c.function.name }}", '
+    '"arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+    "{{ '\n' if not loop.last }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
     "{% endif %}"

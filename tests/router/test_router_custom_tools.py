@@ -74,7 +74,7 @@ def test_a_chat_calls_a_tool_that_takes_a_text(
     again: Any = [*HELLO, message, result]
     client.chat.completions.create(model="small", messages=again, tools=OF_CHAT)
     prompt = says.prompt(text)
-    assert f"code {json.dumps({'input': SAID}, ensure_ascii=False)}" in prompt
+    assert f'"code", "arguments": {json.dumps({"input": SAID}, ensure_ascii=False)}' in prompt
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -99,7 +99,7 @@ def test_a_response_calls_a_tool_that_takes_a_text(
     asked |= {"input": [result], "previous_response_id": response.id}
     client.responses.create(**asked)
     prompt = says.prompt(text)
-    assert f"code {json.dumps({'input': SAID}, ensure_ascii=False)}" in prompt
+    assert f'"code", "arguments": {json.dumps({"input": SAID}, ensure_ascii=False)}' in prompt
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses"])

@@ -125,7 +125,7 @@ def test_a_conversation_becomes_a_chat(served: Served, double: DecodeDouble, tex
 hello<|im_end|>
 <|im_start|>assistant
 look<tool_call>
-weather {{"city": "x"}}
+{{"name": "weather", "arguments": {{"city": "x"}}}}
 </tool_call><|im_end|>
 <|im_start|>tool
 sun<|im_end|>

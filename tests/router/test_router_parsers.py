@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.text.parsers import Hermes, Parser
+from router.text.parsers import Parser
 from tests.router.parser_cases import (
     CASES,
     LIMITED,
     PIECES,
+    Hermes,
     Parts,
     first,
     gemma,

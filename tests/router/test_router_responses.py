@@ -117,7 +117,8 @@ def test_items_become_a_chat(client: openai.OpenAI, double: DecodeDouble, text: 
     told(client, False, input=items)
     assert double.prompt(text) == (
         "<|im_start|>system\nbe good<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
-        "<|im_start|>assistant\nlook<tool_call>\nweather {}\n</tool_call><|im_end|>\n"
+        '<|im_start|>assistant\nlook<tool_call>\n{"name": "weather", "arguments": {}}\n'
+        "</tool_call><|im_end|>\n"
         "<|im_start|>tool\nsun<|im_end|>\n<|im_start|>assistant\nSun.<|im_end|>\n"
         "<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -138,7 +139,8 @@ def test_a_response_goes_on_with_the_one_before(
     assert second.previous_response_id == first.id
     assert double.prompt(text) == (
         "<|im_start|>user\nhello<|im_end|>\n"
-        '<|im_start|>assistant\n<tool_call>\nweather {"city": "é"}\n</tool_call><|im_end|>\n'
+        '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": "é"}}\n'
+        "</tool_call><|im_end|>\n"
         "<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n"
     )
     assert client.responses.retrieve(second.id).output_text == "It is 7."

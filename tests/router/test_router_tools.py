@@ -154,15 +154,19 @@ TIME = '{"name": "time", "arguments": {}}'
 WEATHER = '{"name": "weather", "arguments": {"city":"x"}}'
 # What a template of each format has; tokens of its own; an answer of two calls and its grammar's.
 FORMATS: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "mistral": ("[TOOL_CALLS]", ("[TOOL_CALLS]",), f"[TOOL_CALLS][{TIME}, {WEATHER}]"),
+    "mistral": (
+        "[TOOL_CALLS]",
+        ("[TOOL_CALLS]",),
+        f'[TOOL_CALLS][{TIME[:-1]}, "id": "abcdef123"}}, {WEATHER[:-1]}, "id": "abcdef124"}}]',
+    ),
     "mistral11": (
         "[TOOL_CALLS]name[ARGS]",
         ("[TOOL_CALLS]", "[ARGS]"),
         '[TOOL_CALLS]time[ARGS]{}[TOOL_CALLS]weather[ARGS]{"city":"x"}',
     ),
     "granite": ("<|start_of_role|>", ("<|tool_call|>",), f"<|tool_call|>[{TIME}, {WEATHER}]"),
-    "phi": ("<|tool|>", (), f"<|tool_call|>[{TIME}, {WEATHER}]"),
-    "gemma": ("<start_of_turn>", (), f"```tool_code\n{TIME}\n{WEATHER}\n```"),
+    "phi": ("<|tool|>", (), f"<|tool_call|>[{TIME}, {WEATHER}]<|/tool_call|>"),
+    "gemma": ("<start_of_turn>", (), '```tool_code\ntime()\nweather(city="x")\n```'),
     "llama3": ("ipython", (), f"{TIME}; {WEATHER}".replace("arguments", "parameters")),
     "glm": ("[gMASK]", (), 'weather\n{"city":"x"}'),
 }
@@ -180,7 +184,7 @@ def test_the_template_says_the_format_and_a_demanded_call_keeps_to_it(
 ) -> None:
     sign, words, answer = FORMATS[form]
     text = Text(make_model(tmp_path, f"{{# {sign} #}}{LOOP}", words, 2048))
-    assert (detected(text.template_source), detected("x")) == (form, "hermes")
+    assert (detected(text.template_source).name, detected("x").name) == (form, "hermes")
     double, url, _ = answering(serve, text, answer)
     body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required"}
     found = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]
@@ -197,7 +201,7 @@ def test_the_template_says_the_format_and_a_demanded_call_keeps_to_it(
 def test_harmony_is_told_apart_without_tools(serve: Serve, tmp_path: Path) -> None:
     words = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
     text = Text(make_model(tmp_path, f"{{# <|channel|> #}}{LOOP}", words, 2048))
-    assert detected(text.template_source) == "harmony"
+    assert detected(text.template_source).name == "harmony"
     answer = f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>so"
     served = answering(serve, text, answer)
     found = served.post("chat/completions", messages=HELLO).json()["choices"][0]["message"]

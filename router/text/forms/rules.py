@@ -1,0 +1,278 @@
+"""The lark rules of calls in any form: what `parser` reads is what a grammar of these forces.
+
+Arguments come in the order of the schema's properties; optional ones may be left out. What stands
+as bare text between marks is anything up to its end, if the schema says no more: no form can
+escape its own marks, so a value with such a one is the one thing that cannot be said.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from router.errors import invalid
+from router.text.bounded import Bounds
+from router.text.forms.form import ID, Form, Json, Pairs, Tags
+from router.text.forms.schema import (
+    TEXT,
+    kinds_of,
+    listed,
+    properties_of,
+    resolved,
+    text_schema,
+    values_of,
+)
+from router.text.grammar import Part, Spelling, quoted, schema_part
+
+# Keys of `parameters` that say nothing of what parameters there are.
+WITHOUT_NAMES = frozenset({"type", "title", "description", "required", "$schema", "$defs"})
+CALL_ID = "call_id: /[a-zA-Z0-9]{1,9}/"
+ANY_NAME = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
+MAX_MORE = 16  # arguments that no schema names; special tokens in one text
+# What arguments between marks cannot be held to, all of them together and a bare text.
+OF_ALL = ("anyOf", "oneOf", "if", "not", "dependentRequired", "minProperties", "maxProperties")
+LOOSE = ("format", "not", "if", "contentEncoding", "contentMediaType")
+# Of patterns: what is no constraint of characters, so that no grammar is made of it.
+AROUND = re.compile(r"\\[1-9bBkKGZzA]|\(\?[=!<P]|[*+?}]\+|(?<!\\)[$^]")
+CLASS = re.compile(r"(?<!\\)\[(?:\\.|[^\]\\])*\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A function as a grammar of calls needs it."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    strict: bool = False
+
+
+@dataclass(slots=True)
+class CallRules:
+    """Grammars and lark rules of `calls`, and keywords of schemas that they do not keep to."""
+
+    parts: list[tuple[str, Part]] = field(default_factory=list[tuple[str, Part]])
+    rules: list[str] = field(default_factory=list[str])
+    unkept: list[str] = field(default_factory=list[str])
+
+
+def rules_of(
+    form: Form, functions: Sequence[Called], num_calls: int, spelling: Spelling, bounds: Bounds
+) -> CallRules:
+    """The rules of at most so many calls (0: any number) of `functions`.
+
+    Raises an ApiError, 400, for a schema of which no grammar can be made.
+    """
+    made = _Rules(form, spelling, bounds)
+    for i, function in enumerate(functions):
+        made.call(i, function)
+    made.rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
+    between, most = made.literal(form.between), 1 if form.single else num_calls
+    more = f"{{0,{most - 1}}}" if most else "*"
+    several = "" if most == 1 else f"({between} call){more}"
+    made.rule("calls", made.literal(form.first), "call", several, made.literal(form.last))
+    made.rules.append(CALL_ID)
+    return CallRules(made.parts, made.rules, list(dict.fromkeys(made.unkept)))
+
+
+class _Rules:
+    """Rules of one form, as they are made."""
+
+    def __init__(self, form: Form, spelling: Spelling, bounds: Bounds) -> None:
+        self._form, self._spelling, self._bounds = form, spelling, bounds
+        self.parts: list[tuple[str, Part]] = []
+        self.rules: list[str] = []
+        self.unkept: list[str] = []
+        self._root: Mapping[str, Any] = {}  # the parameters of the function that is at hand
+        self._strict = False
+
+    def literal(self, text: str) -> str:
+        """`text` in a rule, with any id where one stands in it."""
+        return " call_id ".join(self._spelling.literal(part) for part in text.split(ID)).strip()
+
+    def rule(self, name: str, *what: str) -> str:
+        """Add a rule, of which empty parts are left out; returns its name."""
+        self.rules.append(f"{name}: " + (" ".join(filter(None, what)) or '""'))
+        return name
+
+    def call(self, i: int, function: Called) -> None:
+        form, style = self._form, self._form.style
+        schema = {"type": "object", **function.parameters}
+        if set(schema) <= WITHOUT_NAMES:  # a function without parameters, as in OpenAI's API
+            schema["properties"] = {}
+        self._root, self._strict = schema, function.strict
+        name = f"arguments_{i}"
+        if isinstance(style, Json):
+            arguments, ends = self._part(name, schema), ""
+        else:
+            arguments = self._sequence(name, schema)
+            ends = style.ends if isinstance(style, Pairs) else ""
+        opens, named = self.literal(form.opens), self.literal(form.named)
+        spelled = quoted(function.name)
+        self.rule(f"call_{i}", opens, spelled, named, arguments, self.literal(ends + form.closes))
+
+    def _sequence(self, name: str, schema: Mapping[str, Any]) -> str:
+        """Arguments by a schema: one rule for all from the i-th on, before the first and behind."""
+        style = self._form.style
+        assert isinstance(style, Tags | Pairs)
+        self._told(schema, *OF_ALL)
+        known, needed = properties_of(schema), listed(schema.get("required"))
+        known |= {key: {} for key in needed if isinstance(key, str) and key not in known}
+        if isinstance(style, Pairs) and style.quote:  # templates of these sort them
+            known = dict(sorted(known.items()))
+        between = self.literal(style.between)
+        behind = before = '""'
+        if schema.get("additionalProperties") or schema.get("patternProperties"):
+            more = self._argument(f"{name}_more", None, schema.get("additionalProperties"))
+            behind = f"({between} {more}){{0,{MAX_MORE}}}"
+            before = f"({more} {behind})?"
+        for i, (key, own) in reversed(list(enumerate(known.items()))):
+            one = self._argument(f"{name}_{i}", key, own)
+            rests = self.rule(f"{name}_behind_{i + 1}", behind), f"{name}_before_{i + 1}"
+            if key not in needed:
+                self.rule(rests[1], before)
+            before = f"{one} {rests[0]}" + (f" | {rests[1]}" if key not in needed else "")
+            behind = f"{between} {one} {rests[0]}" + (f" | {rests[0]}" if key not in needed else "")
+        return self.rule(name, before)
+
+    def _argument(self, name: str, key: str | None, schema: Any) -> str:
+        """An argument, whole: its name (None: any), and its value as text or otherwise."""
+        style = self._form.style
+        if isinstance(style, Tags):
+            opens, named, closes, other = style.opens, style.named, style.closes, style.other
+            other, ends = other or named, self.literal(closes)
+        else:
+            assert isinstance(style, Pairs)
+            opens, named, closes = "", style.equals + style.quote, style.quote
+            other, ends = style.equals, ""
+        kinds, ways = kinds_of(schema, self._root), list[str]()
+        marks_texts = isinstance(style, Tags) or bool(style.quote)
+        values = values_of(schema, self._root)
+        for value in values:
+            if marks_texts and isinstance(value, str):
+                ways.append(self.literal(named + value + closes))
+            else:
+                spelled = self._spelled(json.dumps(value, ensure_ascii=False))
+                ways.append(f"{self.literal(other + spelled)} {ends}")
+        if not values:
+            is_text = marks_texts and (not kinds or "string" in kinds)
+            if is_text:
+                text = self._text(f"{name}_text", schema, closes)
+                ways.append(f"{self.literal(named)} {text}")
+            if not is_text or (other != named and kinds != TEXT):
+                ways.append(f"{self.literal(other)} ({self._bare(name, schema)}) {ends}")
+            elif "null" in kinds:
+                ways.append(f"{self.literal(other + self._spelled('null'))} {ends}")
+        called = ANY_NAME if key is None else quoted(key)
+        return self.rule(name, self.literal(opens), called, f"({' | '.join(ways)})")
+
+    def _bare(self, name: str, schema: Any) -> str:
+        """A value that is no bare text: in JSON, or as the form spells it."""
+        kinds, style = kinds_of(schema, self._root), self._form.style
+        if isinstance(style, Pairs) and style.quote and (not kinds or kinds & {"object", "array"}):
+            self._told(self._with_definitions(schema), "properties", "items")
+            return self._free(style.quote)
+        own, ways = {"boolean": ("true", "false"), "null": ("null",)}, list[str]()
+        for kind, words in own.items():
+            spelled = [self._spelled(word) for word in words]
+            if kind in kinds and spelled != [*words]:
+                ways += map(quoted, spelled)
+                kinds -= {kind}
+        if kinds or not ways:
+            ways.append(self._part(f"{name}_value", self._with_definitions(schema)))
+        return " | ".join(ways)
+
+    def _free(self, quote: str) -> str:
+        """Any value of a style that quotes strings by marks, and their keys by none."""
+        if not any(rule.startswith("free: ") for rule in self.rules):
+            text = f"{self.literal(quote)} {self._until('free_text', {}, quote)}"
+            self.rule("free_pair", f'{ANY_NAME} ":" free')
+            self.rule("free", f'{text} | /-?[0-9]{{1,18}}(\\.[0-9]{{1,18}})?/ | "true" | "false"')
+            self.rules[-1] += f" | {quoted(self._spelled('null'))}"
+            self.rules[-1] += (
+                ' | "{" (free_pair ("," free_pair)*)? "}" | "[" (free ("," free)*)? "]"'
+            )
+        return "free"
+
+    def _text(self, name: str, schema: Any, closes: str) -> str:
+        """A bare text, and the mark that ends it."""
+        schema = text_schema(schema, self._root)
+        self._told(schema, *LOOSE)
+        if isinstance(self._form.style, Tags) and self._form.style.cdata:
+            short = self._until(f"{name}_short", schema, closes, r"[^<&\n]")
+            long = self._until(f"{name}_long", schema, f"]]>{closes}")
+            return f'({short} | "<![CDATA[" {long})'
+        return self._until(name, schema, closes)
+
+    def _until(self, name: str, schema: Mapping[str, Any], closes: str, char: str = ".") -> str:
+        """A text of any characters up to the mark `closes`, and this.
+
+        A mark that is a token in the grammar may also be spelled; then that ends the text.
+        """
+        least, most = (schema.get(key) for key in ("minLength", "maxLength"))
+        least = least if isinstance(least, int) else 0
+        limit = most if isinstance(most, int) else max(self._bounds.max_string_chars, least) or ""
+        body = f"(?s:{char}{{{least},{limit}}})"
+        pattern, also = self._pattern(schema), ""
+        if pattern is not None:
+            also, body = (body if most is not None else ""), f"(?s:{pattern})"
+        pieces = self._spelling.pieces(closes)
+        space = pieces[0] if isinstance(pieces[0], str) and not pieces[0].strip() else ""
+        first = pieces[0] if isinstance(pieces[0], str) and not space else closes
+        name = name.upper()
+        self.rules.append(f"{name}: " + _both(body, also, regex(first)))
+        self.rules.append(f"{name.lower()}_end[lazy]: {name}")
+        rest = [self._spelling.piece(piece) for piece in pieces]
+        ways = " ".join((f"{name.lower()}_end", *(rest[1:] if first is pieces[0] else ())))
+        if first is not pieces[0]:
+            self.rules.append(f"{name}_TEXT: " + _both(body, also, regex(space)))
+            ways = f"({ways} | {name}_TEXT {' '.join(rest[bool(space) :])})"
+        spoken = self._spelling.spoken_but(piece for piece in pieces if isinstance(piece, int))
+        if spoken and pattern is None and not least and char == ".":
+            self.rules.append(f"{name}_PART: /{body}/")
+            ways = f"({name}_PART {spoken}){{0,{MAX_MORE}}} {ways}"
+        return ways
+
+    def _pattern(self, schema: Mapping[str, Any]) -> str | None:
+        """A pattern of all of a text, by a schema; None: there is none that can be kept."""
+        pattern = schema.get("pattern")
+        if not isinstance(pattern, str):
+            return None
+        starts, ends = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
+        core = pattern[starts : len(pattern) - ends]
+        if AROUND.search(CLASS.sub("x", core)):
+            if self._strict:
+                raise invalid(f"tools: no grammar of the pattern {pattern[:100]!r}", "tools")
+            self.unkept.append("pattern")
+            return None
+        core = re.sub(r"(?<!\\)/", r"\/", core.replace("\n", r"\n"))
+        return f"{'' if starts else '.*'}(?-s:{core}){'' if ends else '.*'}"
+
+    def _spelled(self, value: str) -> str:
+        """A value of JSON as the form spells it."""
+        words = ("true", "false", "null")
+        return self._form.words[words.index(value)] if value in words else value
+
+    def _with_definitions(self, schema: Any) -> dict[str, Any]:
+        """A schema by itself, with what it may refer to."""
+        places = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+        one = resolved(schema, self._root)
+        return {**places, **(cast("dict[str, Any]", one) if isinstance(one, dict) else {})}
+
+    def _part(self, name: str, schema: dict[str, Any]) -> str:
+        part = schema_part(schema, "tools", self._bounds, lenient=not self._strict)
+        self.parts.append((name, part))
+        return f"@{name}"
+
+    def _told(self, schema: Mapping[str, Any], *keys: str) -> None:
+        self.unkept += [key for key in keys if key in schema]
+
+
+def regex(text: str) -> str:
+    """A pattern of `text`, as a lark grammar has it."""
+    text = re.sub(r"([\\.^$*+?{}\[\]|()/])", r"\\\1", text)
+    return text.replace("\n", r"\n").replace("\t", r"\t").replace("\r", r"\r")
+
+
+def _both(body: str, also: str, end: str) -> str:
+    return f"/{body}{end}/" + (f" & /{also}{end}/" if also else "")

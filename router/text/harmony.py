@@ -1,0 +1,57 @@
+"""Splits what gpt-oss says into reasoning, calls and content; see `parsers`.
+
+Its messages are <|channel|>...<|message|>...<|end|>, and channel and recipient tell which they are.
+"""
+
+import re
+
+from router.text.parsers import CallPart, Calls, Parsed, sure
+
+CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")  # of a message
+MARKS = (CHANNEL, MESSAGE, "<|constrain|>", *ENDS)
+END = re.compile("|".join(map(re.escape, ENDS)))
+RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
+
+
+class Harmony(Calls):
+    """Messages in channels, which are reasoning ("analysis"), calls (to a function), or content."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._in_header = True
+        self._channel = ""
+        self._in_call = False
+
+    def finish(self, *, cut: bool = False) -> Parsed:
+        text, self._text = self._text, ""
+        if self._in_header or self._in_call:
+            return Parsed()  # a header, or arguments that are not whole
+        return self._as(sure(text, *ENDS) if cut else text)
+
+    def _step(self) -> Parsed | None:
+        if self._in_header:
+            header, mark, rest = self._text.partition(MESSAGE)
+            if not mark:
+                return None
+            self._text, self._in_header = rest, False
+            self._channel = (header.rpartition(CHANNEL)[2].split() or [""])[0]
+            if name := RECIPIENT.search(header):
+                self._in_call = True
+                return Parsed(calls=[CallPart.begun(self.num_calls, name[1])])
+            return Parsed()
+        found = END.search(self._text)
+        body = self._text[: found.start()] if found else sure(self._text, *ENDS)
+        if found is None and not body:
+            return None
+        self._text = self._text[found.end() if found else len(body) :]
+        parsed = self._as(body)
+        if found:
+            self.num_calls += self._in_call
+            self._in_header, self._in_call = True, False
+        return parsed
+
+    def _as(self, text: str) -> Parsed:
+        if self._in_call:
+            return Parsed(calls=[CallPart(self.num_calls, text)] if text else [])
+        return Parsed(reasoning=text) if self._channel == "analysis" else Parsed(text)

@@ -1,0 +1,177 @@
+"""What must hold of every form of calls, over the templates of `call_forms`.
+
+    python -m tests.support.call_checks
+
+prints a row for each template: its form is recognised by what it writes, its calls are read whole
+and in pieces, a grammar of the form takes them, and what it forces comes back as calls.
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import llguidance.numpy as bitmask
+from llguidance import LLMatcher, LLTokenizer
+
+from router.text.bounded import Bounds
+from router.text.forms.form import MARK, Form
+from router.text.forms.parser import FormParser
+from router.text.forms.recognise import Found, recognised
+from router.text.forms.rules import Called, rules_of
+from router.text.grammar import Spelling, composed
+from router.text.parsers import Parsed, Parser
+from router.text.template import ChatTemplate
+from tests.support.call_forms import CASES, FORCED, FUNCTIONS, NAMES, PARAMETERS, Case, rendered
+from tests.support.prompts import TINY
+
+
+@cache
+def found(case: Case) -> Found:
+    """What is recognised by the template."""
+    template = ChatTemplate(case.template(), {})
+    return recognised(template.probe, template.source)
+
+
+def taken(parser: Parser, text: str, seed: int | None = None) -> Parsed:
+    """What a parser makes of a text, whole or in pieces of 1 to 7 characters."""
+    parsed, rng = Parsed(), random.Random(seed)
+    while text:
+        size = len(text) if seed is None else rng.randint(1, 7)
+        parsed += parser.feed(text[:size])
+        text = text[size:]
+    parsed += parser.finish()
+    return parsed
+
+
+def calls_of(parsed: Parsed) -> list[tuple[str, Any]]:
+    """Names and arguments."""
+    return [(part.name, json.loads(part.arguments)) for part in parsed.calls]
+
+
+@cache
+def tokenizer(words: tuple[str, ...], *, special: bool = False) -> tuple[LLTokenizer, Spelling]:
+    """The bundled model's with these added tokens, and how texts are spelled with it."""
+    described = json.loads((TINY / "tokenizer.json").read_text())
+    size = max(*described["model"]["vocab"].values(), *(t["id"] for t in described["added_tokens"]))
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    ids = {word: size + 1 + i for i, word in enumerate(words)}
+    described["added_tokens"] += [
+        {"id": i, "content": word, "special": special, **flags} for word, i in ids.items()
+    ]
+    made = LLTokenizer(json.dumps(described), n_vocab=size + 1 + len(words))
+    named = {word: i for word, i in ids.items() if made.is_special_token(i)}
+    return made, Spelling(named, () if special else named.values())
+
+
+def marks_of(form: Form) -> tuple[str, ...]:
+    """Those that a checkpoint may have as tokens."""
+    return tuple(dict.fromkeys(mark for text in form.texts() for mark in MARK.findall(text)))
+
+
+def grammar_of(form: Form, parameters: Any, spelling: Spelling, num_calls: int = 2) -> str:
+    """A grammar that demands calls."""
+    functions = [Called(name, parameters) for name in NAMES]
+    made = rules_of(form, functions, num_calls, spelling, Bounds(4096, 10**6, num_calls))
+    return composed(made.parts, [*made.rules, "body: calls"])
+
+
+def accepts(made: LLTokenizer, grammar: str, text: str) -> bool:
+    """Whether a grammar takes a text, all of it and nothing more."""
+    matcher = LLMatcher(made, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = made.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def forced(made: LLTokenizer, grammar: str, seed: int, most: int = 2000) -> str:
+    """A text by a grammar, of tokens that are drawn from those allowed, until it ends."""
+    matcher, rng, tokens = LLMatcher(made, grammar, log_level=0), random.Random(seed), list[int]()
+    mask = bitmask.allocate_token_bitmask(1, made.vocab_size)
+    while not matcher.is_stopped():
+        bitmask.fill_next_token_bitmask(matcher, mask)
+        words = enumerate(mask[0].view("uint32").tolist())
+        allowed = [32 * i + bit for i, word in words for bit in range(32) if word >> bit & 1]
+        assert allowed, matcher.get_error()
+        token = rng.choice(allowed)
+        if token == made.eos_token:
+            break
+        assert matcher.try_consume_tokens([token]) == 1, f"{token} is allowed and refused"
+        tokens.append(token)
+        assert len(tokens) < most, "it does not end"
+    return b"".join(map(made.decode_bytes, ([token] for token in tokens))).decode()
+
+
+def _whole(case: Case) -> None:
+    parsed = taken(FormParser(found(case).form, FUNCTIONS), rendered(case))
+    assert calls_of(parsed) == case.called
+    assert not parsed.content.strip()
+
+
+def _pieces(case: Case) -> None:
+    form = found(case).form
+    texts = [rendered(case)]
+    if not form.bare:
+        ends = "\nDone <b>." if form.last or form.tail else ""
+        texts.append(f"I look {{ <x>.\n{texts[0]}{ends}")
+    for text in texts:
+        whole = taken(FormParser(form, FUNCTIONS), text)
+        for seed in range(4):
+            parsed = taken(FormParser(form, FUNCTIONS), text, seed)
+            assert calls_of(parsed) == case.called
+            assert parsed.content == whole.content
+    assert form.bare or whole.content.startswith("I look { <x>.")
+
+
+def _forced(case: Case) -> None:
+    form, text = found(case).form, rendered(case, compact=True)
+    for words, special in (((), False), (marks_of(form), False), (marks_of(form), True)):
+        made, spelling = tokenizer(words, special=special)
+        grammar = grammar_of(form, PARAMETERS, spelling)
+        assert accepts(made, grammar, text.lstrip("\n")), f"{words} {special} {text}"
+        grammar = grammar_of(form, FORCED, spelling)
+        for seed in range(2):
+            said = forced(made, grammar, seed)
+            parsed = taken(FormParser(form, dict.fromkeys(NAMES, FORCED)), said, seed)
+            assert not parsed.content.strip(), said
+            for _, given in calls_of(parsed):
+                assert given["unit"] in ("mm", "<inch>"), said
+                assert isinstance(given["lines"], str), said
+                assert set(given) <= set(FORCED["properties"]), said
+                assert isinstance(given.get("size", 0), int), said
+
+
+def _is_found(case: Case) -> None:
+    assert (found(case).form.name, found(case).by) == (case.name, case.by)
+
+
+CHECKS: Mapping[str, Callable[[Case], None]] = {
+    "recognised": _is_found, "whole": _whole, "pieces": _pieces, "forced": _forced
+}  # fmt: skip
+
+
+def outcomes() -> Iterator[tuple[Case, dict[str, bool]]]:
+    """Of each case, which checks hold."""
+    for case in CASES:
+        held = dict[str, bool]()
+        for name, check in CHECKS.items():
+            try:
+                check(case)
+            except AssertionError:
+                held[name] = False
+            else:
+                held[name] = True
+        yield case, held
+
+
+def main() -> None:
+    """Print the table."""
+    print("| form |", " | ".join(CHECKS), "|")
+    print("|---|" + "---|" * len(CHECKS))
+    for case, held in outcomes():
+        print(f"| {case.name} |", " | ".join("✓" if held[name] else "✗" for name in CHECKS), "|")
+
+
+if __name__ == "__main__":
+    main()
