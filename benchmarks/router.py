@@ -12,6 +12,7 @@ Python takes meanwhile (CALIBRATION_S on the machine where the marks were set).
     cost       CPU of a chunk at 256 and 1,024 streams, of a request with 40 and with 4,096 tokens
                that were never seen, or (known) that stood in a prompt before
     full       1,024 streams at 12 ms a step: tokens/s that pass
+    calls      in this process: a token of a call, read and written as a chunk, in forms of calls
 """
 
 import gc
@@ -36,14 +37,26 @@ import msgspec
 from benchmarks.output import parser, shown, write
 from benchmarks.train.problems import held_out_problems
 from router.config import RouterConfig
+from router.dispatch.mailbox import Delta
 from router.http.app import Place, RouterServer, Settings
+from router.openai.chat import ChatWriter
+from router.text.forms import known
+from router.text.forms.form import Tags
+from router.text.forms.parser import FormParser
 from router.text.tokenizer import Text
 from worker.api import Chunks, FinishReason, Generate, Member, TokenChunk, WorkerStats
 from worker.config import ModelConfig, PingConfig
 from worker.wire import Event, Wire, keyring
 
 Authentication = Literal["curve", "none"]
-PARTS = ("cost", "full")
+PARTS = ("cost", "full", "calls")
+FORMS = ("hermes", "qwen3_coder")
+# One call, of which most is a text of a few hundred tokens.
+WRITTEN: dict[str, Any] = {
+    "path": "src/main.py", "text": "def f(x):\n    return {'a': [x, \"b\"]}  # why\n" * 12,
+    "mode": 420, "overwrites": True,
+}  # fmt: skip
+KINDS = {"path": "string", "text": "string", "mode": "integer", "overwrites": "boolean"}
 TINY = Path(__file__).parents[1] / "worker" / "assets" / "tiny"
 PING = PingConfig(interval_s=1.0, max_misses=20)
 CONFIG = b'{"vocab_size": 1024, "max_position_embeddings": 32768}'
@@ -287,10 +300,40 @@ def parties(authentication: Authentication) -> Iterator[Bench]:
         yield bench
 
 
+def call_us(text: Text, name: str, seconds: float) -> float:
+    """CPU of a token of a call in a form, from its text to a chunk's JSON; the median of calls."""
+    form, parameters = known.FORMS[name], {
+        "type": "object", "properties": {key: {"type": kind} for key, kind in KINDS.items()}
+    }  # fmt: skip
+    arguments = msgspec.json.encode(WRITTEN).decode()
+    if isinstance(style := form.style, Tags):
+        arguments = "".join(
+            f"{style.opens}{key}{style.named}{value}{style.closes}"
+            for key, value in WRITTEN.items()
+        )
+    call = f"{form.opens}write{form.named}{arguments}{form.closes}"
+    tokens = text.encode(call, add_special_tokens=False)
+    deltas = [Delta(0, text.decode([token])) for token in tokens]
+    found, until = list[float](), time.monotonic() + seconds
+    while time.monotonic() < until:
+        writer = ChatWriter(lambda: FormParser(form, {"write": parameters}), None)
+        scale, began = CALIBRATION_S / calibration_s(), time.process_time()
+        for delta in deltas:
+            if (chunk := writer.chunk(delta)) is not None:
+                msgspec.json.encode(chunk)
+        found.append(1e6 * scale * (time.process_time() - began) / len(deltas))
+    return statistics.median(found)
+
+
 def run(bench: Bench, part: str, seconds: float, num: int = 1024) -> Iterator[tuple[str, float]]:
     """Figures of a part by name; `num` streams stand for 1,024."""
     if part == "full":
         yield f"{num} streams, tokens/s", bench.full(num, round(seconds / STEP_S))
+        return
+    if part == "calls":
+        found = {name: call_us(Text(TINY), name, seconds / 4) for name in FORMS}
+        yield from ((f"a token in {name}, us", value) for name, value in found.items())
+        yield "XML of JSON, %", 100 * found["qwen3_coder"] / found["hermes"]
         return
     for streams in (num // 4, num):
         yield f"chunk, {streams} streams, us", bench.chunk_us(streams, 5000.0, seconds)

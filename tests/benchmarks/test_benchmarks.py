@@ -87,7 +87,7 @@ def test_ranks_sum_by_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_every_part_of_the_router_has_its_figures(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(router.run, "__defaults__", (64,))
     figures = ran("router", tmp_path, monkeypatch, "--seconds 0.4")["figures"]
-    assert [name.partition(":")[0] for name in figures] == ["cost"] * 5 + ["full"]
+    assert [name.partition(":")[0] for name in figures] == ["cost"] * 5 + ["full"] + ["calls"] * 3
     assert all(figure > 0 for figure in figures.values())
 
 
