@@ -188,7 +188,7 @@ def test_a_model_that_cannot_be_divided_among_ranks_is_refused(model: Path) -> N
         fits(fitting)
         fits(fitting, "spec.drafter=dflash")
     message = model_refused(TINY, "decode.tp=3")
-    assert message == "decode.tp: 4 attention heads cannot be divided among 3 ranks"
+    assert message == "decode.tp: 4 attention heads cannot be divided among 3 ranks; set it to 2"
     for fields, says in (
         ({"vocab_size": 1022}, "vocab_size 1022 cannot be divided among 4 ranks"),
         ({"intermediate_size": 510}, "intermediate_size 510 cannot be divided among 4 ranks"),

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from worker.config.checkpoint.fields import unreadable
 from worker.config.checkpoint.shape import LayerShape
 from worker.config.progress import Progress, no_progress
 from worker.errors import UserError
@@ -64,7 +65,8 @@ def read_weights(model: Loadable, path: Path, progress: Progress = no_progress) 
     kinds = ("missing", absent), ("unexpected", unexpected)
     if problems := [f"{kind} tensors: {listed(names)}" for kind, names in kinds if names]:
         architecture = model.shape.architecture
-        raise UserError(f"{path}: not the weights of {architecture}: {'; '.join(problems)}")
+        text = f"{path}: not the weights of {architecture}: {'; '.join(problems)}"
+        raise UserError(f"{text}; take config.json and weights of one model")
 
 
 def _tensors(
@@ -84,7 +86,8 @@ def _tensors(
                 for key in keys[tensor]:
                     yield key, _part(f"{file}: {name}", stored, key.role, shards[key])
     except SafetensorError as e:
-        raise UserError(f"{file}: not a readable safetensors file: {e}") from e
+        problem = unreadable(file, f"not a readable safetensors file: {e}")
+        raise UserError(f"{file}: {problem}") from e
 
 
 def _part(place: str, stored: Any, role: str, shard: Shard) -> Tensor:

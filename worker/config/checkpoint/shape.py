@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from worker.config.checkpoint.class_defaults import class_defaults
 from worker.config.checkpoint.delta_shape import DELTA_BLOCK, DeltaShape, read_delta
 from worker.config.checkpoint.experts import ExpertShape, read_experts
 from worker.config.checkpoint.families import FAMILIES, Family, Features
@@ -181,17 +182,18 @@ def read_model_shape(path: Path) -> ModelShape:
         UserError: a file is missing or no JSON object, or a field is missing or wrong; the message
             names both. Unsupported if the model is well described but cannot be computed.
     """
-    outer = fields = read_fields(path / "config.json")
+    outer = fields = read_fields(path / "config.json", DENSE)
     architecture = read_architecture(fields)
     if architecture not in FAMILIES:
         raise unknown_architecture(fields, architecture, ", ".join(sorted(FAMILIES)))
-    family = FAMILIES[architecture]
-    outer = fields = fields.with_defaults(family.defaults)
+    family, defaults = FAMILIES[architecture], class_defaults(architecture)
+    quantization = read_quantization(fields, *[fields.inner("text_config")] * family.nested)
+    outer = fields = fields.with_defaults(defaults)
     if family.nested:
         dtype, fields = fields.get("dtype", "torch_dtype"), fields.inner("text_config")
         if fields.get("dtype", "torch_dtype") is None:
             fields = fields.with_defaults({"dtype": dtype})
-        fields = fields.with_defaults(family.defaults)
+        fields = fields.with_defaults(defaults)
     refuse_what_we_cannot_compute(fields, family)
     windows = () if family.layers.delta else read_windows(fields, family)
     asked = sorted({*family.flags.values()})
@@ -205,7 +207,7 @@ def read_model_shape(path: Path) -> ModelShape:
         num_layers=fields.integer("num_hidden_layers"),
         vocab_size=fields.integer("vocab_size"),
         tie_word_embeddings=(outer if family.nested else fields).flag("tie_word_embeddings"),
-        flags=tuple(x for x in asked if fields.flag(x, default=x in family.unless_said)),
+        flags=tuple(x for x in asked if fields.flag(x)),
         scales=_read_scales(fields, family.scales),
         is_still=_read_still(fields, family, windows),
         windows=windows,
@@ -214,7 +216,7 @@ def read_model_shape(path: Path) -> ModelShape:
         ),
         max_position_embeddings=_longest(fields, family),
         eos_token_ids=_eos_token_ids(fields, *[outer] * family.nested, generates),
-        quantization=read_quantization(outer) or read_quantization(fields),
+        quantization=quantization,
         penalizes=(generates.get("repetition_penalty") or 1) != 1,  # routers check the value
     )
 
@@ -240,13 +242,11 @@ def refuse_what_we_cannot_compute(fields: Fields, family: Family = NOBODYS) -> N
     activation = family.layers.activation
     for name in ("hidden_act", "hidden_activation"):
         if fields.get(name) not in (None, activation):
-            problem = f"{fields.get(name)!r}; supported: {activation}"
-            raise fields.unsupported(name, problem)
+            raise fields.unsupported(name, f"{fields.get(name)!r}; supported: {activation}")
     if fields.flag("mlp_bias") and "mlp_bias" not in family.flags:
         raise fields.unsupported("mlp_bias", "a bias in the feed-forward block")
     if fields.flag("use_bidirectional_attention"):
-        raise fields.unsupported("use_bidirectional_attention", f"it embeds texts; {DENSE}")
-    read_quantization(fields)
+        raise fields.unsupported("use_bidirectional_attention", "it embeds texts", DENSE)
 
 
 def _read_scales(fields: Fields, whose: str) -> Scales:
