@@ -17,10 +17,13 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 DESCRIPTION = [
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("chat_template.jinja", "model.safetensors.index.json"),
+    # By which what cannot be served is told apart before weights are downloaded.
+    *("*quant*.json", "quanto_qmap.json", "smash_config.json", "adapter_config.json"),
+    *("modules.json", "model_index.json", "mlc-chat-config.json", "params.json"),
 ]
 WEIGHTS = ["*.safetensors"]
 # Other forms of the same weights: in folders, and Mistral's.
-IGNORED = ["*/*", "consolidated*"]
+IGNORED = ["*/*", "consolidated*", "adapter_model*"]
 
 
 class Repo(NamedTuple):

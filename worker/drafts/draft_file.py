@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worker.config.checkpoint.class_defaults import class_defaults
+from worker.config.checkpoint.class_defaults import with_class_defaults
 from worker.config.checkpoint.fields import Fields, read_fields
 from worker.config.checkpoint.quantization import read_quantization
 from worker.config.checkpoint.shape import (
@@ -108,8 +108,8 @@ class DrafterFile:
         if layer.get("model_type") == "qwen3" and self.form.flags["qk_norm"] is not False:
             flags["qk_norm"] = True
         # A file of the target's own leaves out what its class says.
-        defaults = class_defaults(target.architecture) if self.form.kind == "mtp" else {}
-        layer = layer.with_defaults(defaults)
+        if self.form.kind == "mtp":
+            layer = with_class_defaults(layer, target.architecture)
         return read_layer_shape(layer, rotary=0.25 if hybrid else None) | flags | {
             "architecture": self.architecture,
             "vocab_size": vocab_size,

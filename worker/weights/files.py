@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -38,15 +38,14 @@ DTYPES = ("BF16", "F16", "F32", "F64", EIGHT)  # of weights
 def weight_files(path: Path) -> list[Path]:
     """The model's weight files, as transformers and, without the first two, vLLM choose them.
 
-    model.safetensors, and a file with layers that draft; else those that the index names; else all,
-    but a LoRA adapter's and those of Mistral's form. model.safetensors does not count if it lacks
-    tensors that the index names. UserError: an index is wrong, a file is missing, or several hold
+    model.safetensors, unless it lacks tensors that the index names; else those that this names;
+    else all, but a LoRA adapter's and those of Mistral's form. Without an index, what completes
+    model.safetensors counts too. UserError: an index is wrong, a file is missing, or several hold
     the same tensors.
     """
     whole, index = path / WHOLE, path / INDEX_NAME
     if not index.exists():
-        drafts = path.glob("*mtp*.safetensors")  # transformers has no such layers
-        return [whole, *sorted(drafts)] if whole.exists() else _unlisted(path)
+        return [whole, *_completing(whole)] if whole.exists() else _unlisted(path)
     weight_map = _weight_map(index)
     if whole.exists() and tensor_names(path, [whole]) >= set(weight_map):
         return [whole]
@@ -56,9 +55,26 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
+def _candidates(path: Path) -> list[Path]:
+    return [x for x in sorted(path.glob("*.safetensors")) if not x.name.startswith(ASIDE)]
+
+
+def _completing(whole: Path) -> Iterator[Path]:
+    """Files with tensors of the same model that it lacks, or of layers that draft for it."""
+    held = tensor_names(whole.parent, [whole])
+    modules = {name.partition(".")[0] for name in held} | {"mtp"}
+    for file in _candidates(whole.parent):
+        try:
+            names = tensor_names(file.parent, [file])
+        except UserError:  # what is broken counts only if it is needed
+            continue
+        if held.isdisjoint(names) and {name.partition(".")[0] for name in names} <= modules:
+            yield file
+
+
 def _unlisted(path: Path) -> list[Path]:
     """Where neither says which they are."""
-    files = [x for x in sorted(path.glob("*.safetensors")) if not x.name.startswith(ASIDE)]
+    files = _candidates(path)
     if not files:
         raise UserError(no_safetensors(path))
     sets = defaultdict[tuple[str, int], list[Path]](list)
@@ -91,7 +107,7 @@ def check_weights(path: Path) -> None:
     """
     files, index = weight_files(path), path / INDEX_NAME
     dtypes = tensor_dtypes(files)
-    named = _weight_map(index) if index.exists() and files != [path / WHOLE] else ()
+    named = _weight_map(index) if index.exists() else ()
     if missing := sorted({*named} - {*dtypes}):
         raise UserError(f"{index} names tensors that are in no file: {listed(missing)}; {AGAIN}")
     for name, dtype in sorted(dtypes.items()):
@@ -126,7 +142,7 @@ def tensor_dtypes(files: Sequence[Path]) -> Mapping[str, str]:
                 for name in reader.keys():  # noqa: SIM118 - not a mapping
                     held[name] = reader.get_slice(name).get_dtype()
         except (SafetensorError, OSError) as error:
-            problem = unreadable(file, f"cut short or not a safetensors file: {error}")
+            problem = unreadable(file, f"cut short or not a readable safetensors file: {error}")
             raise UserError(f"{file}: {problem}") from error
     return held
 

@@ -1,6 +1,7 @@
 """Fill one rank of a model, from safetensors files or with seeded noise."""
 
 import hashlib
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +18,10 @@ from worker.errors import UserError
 from worker.weights.files import listed, weight_files
 from worker.weights.formats import Readings
 from worker.weights.plain import PLAIN
+from worker.weights.scaled_files import KV_SCALES
 from worker.weights.shard import VALUES, Key, Shard
+
+log = logging.getLogger("kvlane.weights")
 
 
 class Loadable(Protocol):
@@ -67,6 +71,19 @@ def read_weights(model: Loadable, path: Path, progress: Progress = no_progress) 
         architecture = model.shape.architecture
         text = f"{path}: not the weights of {architecture}: {'; '.join(problems)}"
         raise UserError(f"{text}; take config.json and weights of one model")
+    plain = {key.tensor for key, shard in shards.items() if shard.codec in (None, PLAIN)}
+    _tell(path, files, others, len(plain & readings.made))
+
+
+def _tell(path: Path, files: list[Path], unused: list[str], num_changed: int) -> None:
+    """Say what of the directory is not used, or not as it is."""
+    if aside := sorted({x.name for x in path.glob("*.safetensors")} - {x.name for x in files}):
+        log.info("%s: left alone, for they are not of the model: %s", path, listed(aside))
+    if of_kv := [name for name in unused if name.endswith(KV_SCALES)]:
+        log.info("%s: %d scales of KV are not used: kv.dtype decides", path, len(of_kv))
+    if num_changed:
+        text = "%s: %d matrices in eight bits become the model's dtype, for activations are in it"
+        log.info(text, path, num_changed)
 
 
 def _tensors(

@@ -17,7 +17,8 @@ from worker.weights.shard import Shard
 
 SCALES = "scales"  # a role
 # Of activations and of KV in eight bits: neither is quantised here, or not by a fixed scale.
-OTHER_SCALES = ("input_scale", "q_scale", "k_scale", "v_scale", "kv_scale", "output_scale")
+KV_SCALES = ("k_scale", "v_scale", "kv_scale", "output_scale")
+OTHER_SCALES = ("input_scale", "q_scale", *KV_SCALES)
 
 
 class ScaledFiles(Reading):

@@ -9,6 +9,10 @@ vocabulary than the tokenizer's. Free of torch.
 from collections.abc import Mapping
 from typing import Any
 
+from worker.config.checkpoint.fields import Fields
+
+NUM_EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # names of one field
+
 _COLUMNS = (
     "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings",
@@ -58,7 +62,12 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "Phi3": {"original_max_position_embeddings": 4_096},
     "Qwen2": {"sliding_window": 4_096},
     "Qwen3": {"sliding_window": 4_096},
-    "Qwen3Moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "Qwen3Moe": {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "sliding_window": 4_096,
+    },
     "Qwen3Next": _HYBRID_MOE | {"num_experts": 512, "num_experts_per_tok": 10},
     # No layer is dense.
     "Qwen3_5Moe": _HYBRID_MOE
@@ -67,9 +76,11 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def class_defaults(architecture: str) -> Mapping[str, Any]:
-    """Field -> value, of an architecture that is served."""
+def with_class_defaults(fields: Fields, architecture: str) -> Fields:
+    """With what is absent, of an architecture that is served."""
     name = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
     name = _SAME.get(name, name)
     held = dict(zip(_COLUMNS, _ROWS[name], strict=True)) | _OTHERS.get(name, {})
-    return {field: value for field, value in held.items() if value is not None}
+    said = {*NUM_EXPERTS} if fields.get(*NUM_EXPERTS) is not None else ()
+    defaults = {x: value for x, value in held.items() if value is not None and x not in said}
+    return fields.with_defaults(defaults)

@@ -6,6 +6,7 @@ model in it, an older name, a file beside it.
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import NamedTuple
 
 from worker.config.checkpoint.fields import Fields, read_fields
@@ -31,6 +32,7 @@ FILES: Mapping[str, tuple[str, str]] = {
 WRITERS: Mapping[str, str] = {
     "quant_algo": "modelopt", "config_groups": "compressed-tensors", "w_bit": "awq",
     "load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbytes", "desc_act": "gptq",
+    "mode": "mlx",
 }  # fmt: skip
 UPPER = ("aqlm", "awq", "fp8", "gguf", "gptq", "hqq", "mlx", "mxfp4", "mxfp8", "nvfp4", "vptq")
 OTHER_FIELDS = re.compile("quant|compress|rotat")  # that speak of formats, by names nobody knows
@@ -45,11 +47,7 @@ class Declared(NamedTuple):
     method: str  # as `quant_method` has it, or by who writes such objects; "": not known
     held: Fields
     is_said: bool  # by `quant_method`
-
-    @property
-    def remedy(self) -> str:
-        """What to take or do instead."""
-        return "; ".join(filter(None, (f"take {unquantized(self.held.path)}", self.held.remedy)))
+    remedy: str  # what to take or do instead
 
     def refused(self) -> Unsupported:
         """The error for a format that is not read."""
@@ -79,23 +77,23 @@ def declared(*sources: Fields) -> Declared | None:
 
 
 def _declarations(sources: tuple[Fields, ...]) -> Iterator[Declared]:
-    for field, writer in PLACES.items():
-        for fields in sources:
-            if fields.get(field):
-                yield _declared(fields.inner(field), writer)
+    places = product(PLACES.items(), sources)
+    found = [_declared(x.inner(field), who) for (field, who), x in places if x.get(field)]
+    yield from sorted(found, key=lambda each: (not each.is_said, not each.method))
     for pattern, (field, writer) in FILES.items():
         for path in sorted(sources[0].path.parent.glob(pattern)):
-            whole = read_fields(path, f"or remove {path.name} if the weights are in 16 bits")
-            yield _declared(whole.inner(field) if field else whole, writer)
+            whole = read_fields(path)
+            more = f"; or remove {path.name} if the weights are in 16 bits"
+            yield _declared(whole.inner(field) if field else whole, writer, more)
 
 
-def _declared(held: Fields, writer: str) -> Declared:
-    method = held.get("quant_method")
+def _declared(held: Fields, writer: str, more: str = "") -> Declared:
+    method, remedy = held.get("quant_method"), f"take {unquantized(held.path)}{more}"
     if not isinstance(method, str):
         found = (whose for each, whose in WRITERS.items() if held.get(each) is not None)
-        return Declared(next(found, writer), held, is_said=False)
+        return Declared(next(found, writer), held, False, remedy)
     method = "modelopt" if method.startswith("modelopt") else method
-    return Declared(method, held, is_said=True)
+    return Declared(method, held, True, remedy)
 
 
 def _refuse_companions(fields: Fields) -> None:

@@ -66,9 +66,9 @@ def _adapter(path: Path) -> str:
         base = said["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
         base = "its base model"
-    text = f"{path}: a LoRA adapter without its base model, and adapters are not served"
+    text = "base_model_name_or_path: a LoRA adapter without its model, and none are served"
     merge = "merge_and_unload of peft, then save_pretrained, make one model of both"
-    return f"{text}: take {base}; {merge}"
+    return f"{path / ADAPTER}: {text}: take {base}; {merge}"
 
 
 def _refuse_outer(path: Path) -> None:
@@ -95,8 +95,8 @@ def no_safetensors(path: Path) -> str:
     others += sorted(x.name for x in path.glob("*.safetensors") if x.name.startswith(ASIDE))
     held = f", but {others[0]}" if others else ""
     if held.startswith(", but consolidated"):
-        return f"{path}: only weights in the form of their authors{held}; {HF_FORM}"
-    return f"{path}: no *.safetensors file{held}; {READ}: {SAVE}; or take files that are"
+        return f"{path}: no weights in the form of transformers{held}; {HF_FORM}"
+    return f"{path}: no *.safetensors file{held}; {READ}: {SAVE}; or take a model that has them"
 
 
 def tokenizer_remedy(path: Path) -> str:

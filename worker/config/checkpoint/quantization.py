@@ -72,23 +72,19 @@ FORMATS: Mapping[str, Format] = {
 # ModelOpt's `quant_algo` -> are activations in e4m3, too? Else weights become the model's dtype.
 MODELOPT = {"FP8": True, "FP8_PER_CHANNEL_PER_TOKEN": True, "FP8_PB_WO": False}
 
-# Fields of each kind of object that decide something here, or nothing anywhere.
-_KNOWN_SCHEME = """
+# Fields that decide something here, or nothing anywhere: of the objects that `declared` finds, of
+# compressed-tensors' groups, and of what these say of weights and activations.
+KNOWN = """
+    activation_scheme config_groups dequantize exclude_modules expert_dtype fmt format
+    global_compression_ratio group_size ignore ignored_layers kv_cache_quant_algo
+    kv_cache_quantized_layers kv_cache_scheme modules_to_convert modules_to_not_convert producer
+    quant_algo quant_method quantization_status quantized_layers run_compressed scale_fmt
+    sparsity_config transform_config version weight_block_size
+"""
+KNOWN_OF_GROUPS = "format input_activations output_activations targets weights"
+KNOWN_OF_NUMBERS = """
     actorder block_structure dynamic group_size num_bits observer observer_kwargs scale_dtype
     strategy symmetric type zp_dtype
-"""
-_KNOWN_GROUP = "format input_activations output_activations targets weights"
-_KNOWN_COMPRESSED = """
-    config_groups format global_compression_ratio ignore kv_cache_scheme producer quant_method
-    quantization_status run_compressed sparsity_config transform_config version
-"""
-_KNOWN_FP8 = """
-    activation_scheme dequantize expert_dtype fmt ignored_layers kv_cache_scheme
-    modules_to_convert modules_to_not_convert quant_method scale_fmt weight_block_size
-"""
-_KNOWN_MODELOPT = """
-    config_groups exclude_modules group_size ignore kv_cache_quant_algo kv_cache_quantized_layers
-    kv_cache_scheme producer quant_algo quant_method quantized_layers version
 """
 
 
@@ -103,12 +99,13 @@ def read_quantization(*sources: Fields) -> Quantization | None:
         return None
     if found.method not in METHODS:
         raise found.refused()
-    return METHODS[found.method](found.held.with_remedy(f"or {found.remedy}"))
+    held = found.held.with_remedy(f"or {found.remedy}")
+    _refuse_unknown(held, KNOWN)
+    return METHODS[found.method](held)
 
 
 def _read_fp8(held: Fields) -> Quantization | None:
-    _refuse_unknown(held, _KNOWN_FP8)
-    held.choice("fmt", ("e4m3",))
+    held.choice("fmt", ("e4m3", "float8_e4m3fn"))
     held.choice("activation_scheme", ("dynamic",))
     held.choice("expert_dtype", ("fp8",))
     if held.get("modules_to_convert"):
@@ -123,7 +120,6 @@ def _read_fp8(held: Fields) -> Quantization | None:
 
 
 def _read_modelopt(held: Fields) -> Quantization | None:
-    _refuse_unknown(held, _KNOWN_MODELOPT)
     if (algorithm := held.get("quant_algo")) is None:  # KV alone, which kv.dtype decides on
         return None
     if str(algorithm).upper() not in MODELOPT:
@@ -134,7 +130,6 @@ def _read_modelopt(held: Fields) -> Quantization | None:
 
 
 def _read_compressed(held: Fields) -> Quantization | None:
-    _refuse_unknown(held, _KNOWN_COMPRESSED)
     rows = {
         each: name
         for name, row in FORMATS.items()
@@ -166,7 +161,7 @@ def _refuse_unknown(fields: Fields, known: str) -> None:
     for field, value in fields.values.items():
         if value and field not in known.split():
             problem = f"an unknown field, of value {value!r}"
-            remedy = f"remove it if the weights are the same without, or {fields.remedy}"
+            remedy = f"remove it if it says nothing of the weights; {fields.remedy}"
             raise fields.unsupported(field, problem, remedy)
 
 
@@ -185,13 +180,13 @@ def _modules(fields: Fields, naming: Naming, *places: str) -> tuple[str, ...]:
 
 def _read_group(group: Fields, wanted: Compressed) -> int | None:
     """Columns that share a scale, 0: all; None: activations are not as the format wants them."""
-    _refuse_unknown(group, _KNOWN_GROUP)
+    _refuse_unknown(group, KNOWN_OF_GROUPS)
     group.choice("format", wanted.formats)
     if group.get("targets") not in (None, ["Linear"]):
         raise group.unsupported("targets", f"{group.get('targets')!r}; read: ['Linear']")
     weights, activations = group.inner("weights"), group.inner("input_activations")
     for scheme in (weights, activations):
-        _refuse_unknown(scheme, _KNOWN_SCHEME)
+        _refuse_unknown(scheme, KNOWN_OF_NUMBERS)
     weights.choice("type", (wanted.type,))
     weights.choice("num_bits", (wanted.num_bits,))
     weights.choice("strategy", wanted.strategies)

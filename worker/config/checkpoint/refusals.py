@@ -48,7 +48,7 @@ NEEDED: dict[str, tuple[str, str]] = {
         "code of its own",
         f"take its conversion to Llama, if there is one, or {QWEN}",
     ),
-    "Bert|Roberta|T5|Classification|Embedding|RewardModel|MaskedLM": (
+    "Bert|Roberta|T5|Classification|Embedding|RewardModel|MaskedLM|Model$": (
         "another task than to continue a text", f"take a model ...ForCausalLM, as {QWEN}",
     ),
 }  # fmt: skip

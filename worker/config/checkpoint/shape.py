@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from worker.config.checkpoint.class_defaults import class_defaults
+from worker.config.checkpoint.class_defaults import with_class_defaults
 from worker.config.checkpoint.delta_shape import DELTA_BLOCK, DeltaShape, read_delta
 from worker.config.checkpoint.experts import ExpertShape, read_experts
 from worker.config.checkpoint.families import FAMILIES, Family, Features
@@ -186,14 +186,14 @@ def read_model_shape(path: Path) -> ModelShape:
     architecture = read_architecture(fields)
     if architecture not in FAMILIES:
         raise unknown_architecture(fields, architecture, ", ".join(sorted(FAMILIES)))
-    family, defaults = FAMILIES[architecture], class_defaults(architecture)
+    family = FAMILIES[architecture]
     quantization = read_quantization(fields, *[fields.inner("text_config")] * family.nested)
-    outer = fields = fields.with_defaults(defaults)
+    outer = fields = with_class_defaults(fields, architecture)
     if family.nested:
         dtype, fields = fields.get("dtype", "torch_dtype"), fields.inner("text_config")
         if fields.get("dtype", "torch_dtype") is None:
             fields = fields.with_defaults({"dtype": dtype})
-        fields = fields.with_defaults(defaults)
+        fields = with_class_defaults(fields, architecture)
     refuse_what_we_cannot_compute(fields, family)
     windows = () if family.layers.delta else read_windows(fields, family)
     asked = sorted({*family.flags.values()})
@@ -233,7 +233,8 @@ def read_architecture(fields: Fields) -> str:
     """The one name in `architectures`, whether or not we know it."""
     names = fields.get("architectures")
     if not is_list(names) or len(names) != 1 or not isinstance(names[0], str):
-        raise fields.error("architectures", f"must be a list of one name, not {names!r}")
+        problem = f"must be a list of one name, not {names!r}"
+        raise fields.error("architectures", problem, 'set it to the class, as ["LlamaForCausalLM"]')
     return names[0]
 
 
@@ -325,7 +326,7 @@ def read_layer_shape(
 def read_dtype(fields: Fields) -> str:
     """The checkpoint's dtype, one of DTYPES."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
-    fields.choice(name, DTYPES)
+    fields.choice(name, DTYPES, "set it to that of norms and embeddings")
     return fields.get(name) or DTYPES[0]
 
 

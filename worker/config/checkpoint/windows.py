@@ -57,7 +57,8 @@ def refuse_windows(fields: Fields, longest: int = 0) -> None:
     window = fields.integer("sliding_window", default=0, least=0)
     sees_all = 0 < longest <= window
     refuse_other_kinds(fields, {FULL, SLIDING} if sees_all else {FULL}, window)
-    if fields.get("layer_types") is None and fields.flag("use_sliding_window") and not sees_all:
+    slides = fields.flag("use_sliding_window") and (window or not longest)
+    if fields.get("layer_types") is None and slides and not sees_all:
         raise fields.unsupported(
             "use_sliding_window", "sliding-window attention", window_remedy(window)
         )
