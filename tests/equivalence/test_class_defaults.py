@@ -152,3 +152,25 @@ def test_published_shapes_are_those_that_transformers_reads(name: str, tmp_path:
         assert shape.is_sparse == (True,) * shape.num_layers
     else:
         assert shape.intermediate_size == text.intermediate_size
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
+LLAMA_3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("scaling", [YARN, LLAMA_3], ids=["yarn", "llama3"])
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+def test_of_two_original_lengths_that_of_the_file_counts(
+    place: str, scaling: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    name = "original_max_position_embeddings"
+    for more in ({}, {name: 1000}, {name: 2000}):
+        values = SAID | more | {place: {**scaling}}
+        text = json.dumps({**values, "architectures": ["LlamaForCausalLM"]})
+        (tmp_path / "config.json").write_text(text)
+        theirs = LlamaRotaryEmbedding(config_of("LlamaForCausalLM", values)).config
+        ours = read_model_shape(tmp_path).rope_scaling
+        assert ours is not None
+        assert ours.original_max_position_embeddings == theirs.rope_parameters[name]

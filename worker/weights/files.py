@@ -92,10 +92,8 @@ def _unlisted(path: Path) -> list[Path]:
         return files
     plain = [parts for (stem, _), parts in sets.items() if stem == "model"]
     if len(plain) != 1:
-        problem = (
-            f"{listed([x.name for x in files])} hold the same tensors, and no index says which"
-        )
-        raise UserError(f"{path}: {problem} count; add {INDEX_NAME}, or remove what does not count")
+        problem = f"{listed([x.name for x in files])} hold the same tensors, without an index"
+        raise UserError(f"{path}: {problem}; take {INDEX_NAME} too, or remove what does not count")
     return plain[0]
 
 
