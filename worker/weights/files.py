@@ -114,7 +114,7 @@ def check_weights(path: Path) -> None:
         if end == "weight" and dtype not in DTYPES:
             whose = f"numbers of type {dtype}"
         elif end == "weight" and dtype == EIGHT:
-            scaled = any(f"{stem}.{each}" in dtypes for each in WEIGHT_SCALES)
+            scaled = any(f"{stem}.{scale}" in dtypes for scale in WEIGHT_SCALES)
             whose = "" if scaled else f"{dtype} without {' or '.join(WEIGHT_SCALES)}"
         if whose:
             text = f"{name}: weights in a format ({whose}) that config.json does not name"

@@ -80,7 +80,8 @@ def with_class_defaults(fields: Fields, architecture: str) -> Fields:
     """With what is absent, of an architecture that is served."""
     name = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
     name = _SAME.get(name, name)
-    held = dict(zip(_COLUMNS, _ROWS[name], strict=True)) | _OTHERS.get(name, {})
+    held: dict[str, Any] = dict(zip(_COLUMNS, _ROWS[name], strict=True))
+    held |= _OTHERS.get(name, {})
     said = {*NUM_EXPERTS} if fields.get(*NUM_EXPERTS) is not None else ()
     defaults = {x: value for x, value in held.items() if value is not None and x not in said}
     return fields.with_defaults(defaults)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import NamedTuple
 
-from worker.config.checkpoint.fields import Fields, read_fields
+from worker.config.checkpoint.fields import Fields, is_list, is_object, read_fields
 from worker.config.checkpoint.refusals import READ, unquantized
 from worker.errors import Unsupported
 
@@ -79,7 +79,7 @@ def declared(*sources: Fields) -> Declared | None:
 def _declarations(sources: tuple[Fields, ...]) -> Iterator[Declared]:
     places = product(PLACES.items(), sources)
     found = [_declared(x.inner(field), who) for (field, who), x in places if x.get(field)]
-    yield from sorted(found, key=lambda each: (not each.is_said, not each.method))
+    yield from sorted(found, key=lambda one: (not one.is_said, not one.method))
     for pattern, (field, writer) in FILES.items():
         for path in sorted(sources[0].path.parent.glob(pattern)):
             whole = read_fields(path)
@@ -90,7 +90,7 @@ def _declarations(sources: tuple[Fields, ...]) -> Iterator[Declared]:
 def _declared(held: Fields, writer: str, more: str = "") -> Declared:
     method, remedy = held.get("quant_method"), f"take {unquantized(held.path)}{more}"
     if not isinstance(method, str):
-        found = (whose for each, whose in WRITERS.items() if held.get(each) is not None)
+        found = (whose for field, whose in WRITERS.items() if held.get(field) is not None)
         return Declared(next(found, writer), held, False, remedy)
     method = "modelopt" if method.startswith("modelopt") else method
     return Declared(method, held, True, remedy)
@@ -101,6 +101,7 @@ def _refuse_companions(fields: Fields) -> None:
     fields.inner("sparsity_config").choice("format", ("dense",), f"{READ}: {remedy}")
     groups = fields.inner("transform_config").inner("config_groups")
     for name in groups.values:
-        if any(made.get("location") in ONLINE for made in groups.inner(name).objects("apply")):
+        made = groups.inner(name).get("apply")
+        if is_list(made) and any(is_object(x) and x.get("location") in ONLINE for x in made):
             problem = "activations are transformed as the model runs, which is not computed here"
             raise fields.unsupported("transform_config", problem, remedy)

@@ -29,18 +29,17 @@ class Fields:
 
     def error(self, field: str, problem: str, remedy: str = CORRECT) -> UserError:
         """The field has a value that cannot be; remedy: what to do about it."""
-        return UserError(f"{self._where(field)}: {problem}; {remedy}", self.prefix + field)
+        where = f"{self.path}: {self.prefix}{field}"
+        return UserError(f"{where}: {problem}; {remedy}", self.prefix + field)
 
     def unsupported(self, field: str, problem: str, remedy: str | None = None) -> Unsupported:
         """The field asks for something that we cannot compute.
 
         remedy: what to take or set instead; None: the file's own.
         """
-        told = filter(None, (problem, self.remedy if remedy is None else remedy))
-        return Unsupported(f"{self._where(field)}: {'; '.join(told)}", self.prefix + field)
-
-    def _where(self, field: str) -> str:
-        return f"{self.path}: {self.prefix}{field}"
+        told = "; ".join(filter(None, (problem, self.remedy if remedy is None else remedy)))
+        where = f"{self.path}: {self.prefix}{field}"
+        return Unsupported(f"{where}: {told}", self.prefix + field)
 
     def get(self, *places: str) -> Any:
         """The value of the first place that has one, whatever its type; None if none has."""
@@ -77,22 +76,9 @@ class Fields:
         value = self._read([field], {}, "an object", lambda value: isinstance(value, dict))
         return Fields(self.path, value, f"{self.prefix}{field}.", self.remedy)
 
-    def objects(self, field: str) -> "list[Fields]":
-        """Those of a list, empty if it is absent."""
-
-        def are_objects(value: Any) -> bool:
-            return is_list(value) and all(isinstance(each, dict) for each in value)
-
-        held = self._read([field], [], "a list of objects", are_objects)
-        return [Fields(self.path, each, f"{self.prefix}{field}.", self.remedy) for each in held]
-
     def with_defaults(self, defaults: Mapping[str, Any]) -> "Fields":
         """The same, with a value for each of these that is absent; null stays null."""
         return Fields(self.path, {**defaults, **self.values}, self.prefix, self.remedy)
-
-    def with_remedy(self, remedy: str) -> "Fields":
-        """The same, with another remedy."""
-        return Fields(self.path, self.values, self.prefix, remedy)
 
     def choice(self, field: str, supported: tuple[Any, ...], remedy: str | None = None) -> None:
         """Refuse a field that is none of `supported`, with a remedy; it may be absent."""
@@ -139,6 +125,11 @@ class Fields:
 def is_list(value: Any) -> TypeGuard[list[Any]]:
     """Whether a field holds a list, of whatever."""
     return isinstance(value, list)
+
+
+def is_object(value: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether a field holds an object, of whatever fields."""
+    return isinstance(value, dict)
 
 
 def _is_integer(value: Any, least: int = 0) -> bool:

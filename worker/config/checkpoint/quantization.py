@@ -27,20 +27,20 @@ class Quantization(NamedTuple):
 
     def takes(self, module: str) -> bool:
         """Whether the matrix of the module of this full name is in the format."""
-        return not any(_names(self.naming, each, module) for each in self.ignored)
+        return not any(_names(self.naming, text, module) for text in self.ignored)
 
 
-def _names(naming: Naming, each: str, module: str) -> bool:
-    if each.startswith("re:"):
-        return re.match(each[3:], module) is not None
-    if f".{module}.".endswith(f".{each}.") or f"{module}.".startswith(f"{each}."):
+def _names(naming: Naming, text: str, module: str) -> bool:
+    if text.startswith("re:"):
+        return re.match(text[3:], module) is not None
+    if f".{module}.".endswith(f".{text}.") or f"{module}.".startswith(f"{text}."):
         return True
-    if naming == "globs" or each.startswith("*"):
+    if naming == "globs" or text.startswith("*"):
         parts = module.split(".")
-        return any(fnmatchcase(".".join(parts[:i]), each) for i in range(1, len(parts) + 1))
+        return any(fnmatchcase(".".join(parts[:i]), text) for i in range(1, len(parts) + 1))
     if naming == "names":
         return False
-    return module.endswith(each) or re.match(rf"(?:{each})(?:(?<=\.)|(?=\.|$))", module) is not None
+    return module.endswith(text) or re.match(rf"(?:{text})(?:(?<=\.)|(?=\.|$))", module) is not None
 
 
 class Compressed(NamedTuple):
@@ -99,7 +99,7 @@ def read_quantization(*sources: Fields) -> Quantization | None:
         return None
     if found.method not in METHODS:
         raise found.refused()
-    held = found.held.with_remedy(f"or {found.remedy}")
+    held = Fields(found.held.path, found.held.values, found.held.prefix, f"or {found.remedy}")
     _refuse_unknown(held, KNOWN)
     return METHODS[found.method](held)
 
@@ -130,18 +130,13 @@ def _read_modelopt(held: Fields) -> Quantization | None:
 
 
 def _read_compressed(held: Fields) -> Quantization | None:
-    rows = {
-        each: name
-        for name, row in FORMATS.items()
-        if row.compressed
-        for each in row.compressed.formats
-    }
+    named = {name: row.compressed for name, row in FORMATS.items() if row.compressed}
+    rows = {text: name for name, row in named.items() for text in row.formats}
     held.choice("format", tuple(rows))
     if (name := rows.get(str(held.get("format")))) is None:
         raise held.unsupported("format", f"absent; read: {', '.join(rows)}")
-    wanted, groups = FORMATS[name].compressed, held.inner("config_groups")
-    assert wanted is not None
-    found = {_read_group(groups.inner(each), wanted) for each in groups.values}
+    groups = held.inner("config_groups")
+    found = {_read_group(groups.inner(group), named[name]) for group in groups.values}
     if len(found) > 1:
         raise held.unsupported("config_groups", "groups of several forms; read: one form")
     ignored = _modules(held, "names", "ignore")
@@ -168,13 +163,13 @@ def _refuse_unknown(fields: Fields, known: str) -> None:
 def _modules(fields: Fields, naming: Naming, *places: str) -> tuple[str, ...]:
     where, field = fields.place(*places)
     value: Any = where.values.get(field) or []
-    if not is_list(value) or not all(isinstance(each, str) for each in value):
+    if not is_list(value) or not all(isinstance(text, str) for text in value):
         raise where.error(field, f"must be a list of names, not {value!r}")
-    for each in value:
+    for text in value:
         try:
-            _names(naming, each, "")
+            _names(naming, text, "")
         except re.error as error:
-            raise where.error(field, f"{each!r} is no regular expression: {error}") from error
+            raise where.error(field, f"{text!r} is no regular expression: {error}") from error
     return tuple(value)
 
 
