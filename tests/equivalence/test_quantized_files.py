@@ -229,6 +229,7 @@ def test_a_start_says_what_is_not_used_or_not_as_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     published(tmp_path, "tensor", save_random(tmp_path, *CASES["phi3"]))
+    edit(tmp_path, quantization_config=CHANNEL | {"kv_cache_scheme": {"num_bits": 8}})
     scale = {"model.layers.0.self_attn.k_scale": torch.ones(1)}
     save_file(load_file(tmp_path / "other.safetensors") | scale, tmp_path / "other.safetensors")
     save_file({"lora_A": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
@@ -236,7 +237,7 @@ def test_a_start_says_what_is_not_used_or_not_as_it_is(
     load(tmp_path)
     assert [record.message.partition(": ")[2] for record in caplog.records] == [
         "left alone, for they are not of the model: adapter_model.safetensors",
-        "1 scales of KV are not used: kv.dtype decides",
+        "KV is as kv.dtype says: not used are quantization_config.kv_cache_scheme and 1 scales",
         "4 matrices in eight bits become the model's dtype, for activations are in it",
     ]
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from worker.config import EngineConfig, ModelConfig, SpecConfig, TransportConfig, check_length
 from worker.config.backends import BACKENDS
 from worker.config.checkpoint.experts import Division, rank_experts
-from worker.config.checkpoint.foreign import check_kind
 from worker.config.checkpoint.refusals import check_path
 from worker.config.checkpoint.shape import LayerShape, ModelShape, read_model_shape
 from worker.drafts.drafter_config import READERS, check_block
@@ -116,7 +115,6 @@ def check_directories(
         check_path(directory)
         if not directory.exists():
             raise UserError(f"there is no directory {directory}; take one, or a model's name")
-        check_kind(directory)
         shape = read_model_shape(directory)
         if with_weights and model.load_format == "safetensors":
             check_weights(directory)

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from worker.config.checkpoint.declared import kv_field
 from worker.config.checkpoint.fields import unreadable
 from worker.config.checkpoint.shape import LayerShape
 from worker.config.progress import Progress, no_progress
@@ -79,8 +80,10 @@ def _tell(path: Path, files: list[Path], unused: list[str], num_changed: int) ->
     """Say what of the directory is not used, or not as it is."""
     if aside := sorted({x.name for x in path.glob("*.safetensors")} - {x.name for x in files}):
         log.info("%s: left alone, for they are not of the model: %s", path, listed(aside))
-    if of_kv := [name for name in unused if name.endswith(KV_SCALES)]:
-        log.info("%s: %d scales of KV are not used: kv.dtype decides", path, len(of_kv))
+    of_kv = sum(name.endswith(KV_SCALES) for name in unused)
+    if (field := kv_field(path)) or of_kv:
+        asks = f"{field} and {of_kv} scales" if field else f"{of_kv} scales"
+        log.info("%s: KV is as kv.dtype says: not used are %s", path, asks)
     if num_changed:
         text = "%s: %d matrices in eight bits become the model's dtype, for activations are in it"
         log.info(text, path, num_changed)

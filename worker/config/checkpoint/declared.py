@@ -7,6 +7,7 @@ model in it, an older name, a file beside it.
 import re
 from collections.abc import Iterator, Mapping
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 from worker.config.checkpoint.fields import Fields, is_list, is_object, read_fields
@@ -36,6 +37,7 @@ WRITERS: Mapping[str, str] = {
 }  # fmt: skip
 UPPER = ("aqlm", "awq", "fp8", "gguf", "gptq", "hqq", "mlx", "mxfp4", "mxfp8", "nvfp4", "vptq")
 OTHER_FIELDS = re.compile("quant|compress|rotat")  # that speak of formats, by names nobody knows
+OF_KV = "kv_cache_scheme", "kv_cache_quant_algo"
 COMPANIONS = ("sparsity_config", "transform_config")
 # Where compressed-tensors' transforms are made as the model runs, not once, of its weights.
 ONLINE = {"input", "output", "k_cache", "q_attn"}
@@ -74,6 +76,16 @@ def declared(*sources: Fields) -> Declared | None:
                 problem = f"speaks of weights or activations in a format that is not known; {READ}"
                 raise fields.unsupported(field, problem, f"take {unquantized(fields.path)}")
     return found
+
+
+def kv_field(path: Path) -> str:
+    """The field by which the checkpoint in a directory asks for KV in a format; "": none does."""
+    if not (path / "config.json").exists():
+        return ""
+    whole = read_fields(path / "config.json")
+    found = next(_declarations((whole, whole.inner("text_config"))), None)
+    held = whole if found is None else found.held
+    return next((held.prefix + field for field in OF_KV if held.get(field)), "")
 
 
 def _declarations(sources: tuple[Fields, ...]) -> Iterator[Declared]:

@@ -31,9 +31,6 @@ WITHOUT_CONFIG: Mapping[str, tuple[str, str]] = {
 # Beside a config.json.
 BESIDE_CONFIG: Mapping[str, tuple[str, str]] = {
     "modules.json": ("a model that embeds texts (sentence-transformers)", f"take {QWEN}"),
-    "config_sentence_transformers.json": (
-        "a model that embeds texts (sentence-transformers)", f"take {QWEN}",
-    ),
 }  # fmt: skip
 ADAPTER = "adapter_config.json"
 

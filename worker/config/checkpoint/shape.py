@@ -9,6 +9,7 @@ from worker.config.checkpoint.delta_shape import DELTA_BLOCK, DeltaShape, read_d
 from worker.config.checkpoint.experts import ExpertShape, read_experts
 from worker.config.checkpoint.families import FAMILIES, Family, Features
 from worker.config.checkpoint.fields import Fields, is_list, read_fields
+from worker.config.checkpoint.foreign import check_kind
 from worker.config.checkpoint.mask import KEY_BLOCK, KeyMask
 from worker.config.checkpoint.quantization import Quantization, read_quantization
 from worker.config.checkpoint.refusals import DENSE, unknown_architecture
@@ -180,8 +181,10 @@ def read_model_shape(path: Path) -> ModelShape:
 
     Raises:
         UserError: a file is missing or no JSON object, or a field is missing or wrong; the message
-            names both. Unsupported if the model is well described but cannot be computed.
+            names both. Unsupported if the model is well described but cannot be computed, or
+            lies there in another form.
     """
+    check_kind(path)
     outer = fields = read_fields(path / "config.json", DENSE)
     architecture = read_architecture(fields)
     if architecture not in FAMILIES:
