@@ -115,6 +115,7 @@ BESIDE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "second index": ({"model.fp16.safetensors.index.json": INDEX}, []),
     "left by a save before": ({name: [EMBEDDING] for name in SHARDS}, []),
     "index of those too": ({SHARDS[0]: [EMBEDDING], INDEX_NAME: {"weight_map": {}}}, []),
+    "an index whose files are gone": ({INDEX_NAME: INDEX}, []),
     "not fetched": ({"model.fp16.safetensors": POINTER}, []),
     "folder": ({"original/consolidated.safetensors": ["x"]}, []),
     "a layer that drafts": ({"mtp.safetensors": ["mtp.fc.weight"]}, ["mtp.safetensors"]),

@@ -38,8 +38,8 @@ DTYPES = ("BF16", "F16", "F32", "F64", EIGHT)  # of weights
 def weight_files(path: Path) -> list[Path]:
     """The model's weight files, as transformers and, without the first two, vLLM choose them.
 
-    model.safetensors, unless it lacks tensors that the index names; else those that this names;
-    else all, but a LoRA adapter's and those of Mistral's form. Without an index, what completes
+    model.safetensors, unless it lacks tensors that the index names in other files; else these; else
+    all, but a LoRA adapter's and those of Mistral's form. Without an index, what completes
     model.safetensors counts too. UserError: an index is wrong, a file is missing, or several hold
     the same tensors.
     """
@@ -47,10 +47,11 @@ def weight_files(path: Path) -> list[Path]:
     if not index.exists():
         return [whole, *_completing(whole)] if whole.exists() else _unlisted(path)
     weight_map = _weight_map(index)
-    if whole.exists() and tensor_names(path, [whole]) >= set(weight_map):
-        return [whole]
     files = [path / name for name in sorted(set(weight_map.values()))]
-    if absent := [file.name for file in files if not file.exists()]:
+    absent = [file.name for file in files if not file.exists()]
+    if whole.exists() and (absent or tensor_names(path, [whole]) >= set(weight_map)):
+        return [whole]
+    if absent:
         raise UserError(f"{index} names files that are not there: {listed(absent)}; {AGAIN}")
     return files
 
@@ -105,7 +106,7 @@ def check_weights(path: Path) -> None:
     """
     files, index = weight_files(path), path / INDEX_NAME
     dtypes = tensor_dtypes(files)
-    named = _weight_map(index) if index.exists() else ()
+    named = _weight_map(index) if index.exists() and files != [path / WHOLE] else ()
     if missing := sorted({*named} - {*dtypes}):
         raise UserError(f"{index} names tensors that are in no file: {listed(missing)}; {AGAIN}")
     for name, dtype in sorted(dtypes.items()):

@@ -33,8 +33,6 @@ BESIDE_CONFIG: Mapping[str, tuple[str, str]] = {
     "modules.json": ("a model that embeds texts (sentence-transformers)", f"take {QWEN}"),
 }  # fmt: skip
 ADAPTER = "adapter_config.json"
-
-
 # Files with weights of other kinds, by how their names end.
 OTHER_WEIGHTS = ("bin", "pt", "pth", "gguf", "onnx", "h5", "msgpack", "ot", "npz", "ckpt", "distcp")
 # Safetensors that are not the model's: a LoRA adapter, the same weights in their authors' form.
@@ -76,7 +74,7 @@ def _refuse_outer(path: Path) -> None:
         found = sorted((path / "snapshots").glob(name))
         whole = found[0] if found else path.name.removeprefix("models--").replace("--", "/")
         raise UserError(f"{path} is a model's folder in the hub's cache; set model.path to {whole}")
-    if not any(path.iterdir()):
+    if path.is_dir() and not any(path.iterdir()):
         fetch = f"hf download NAME --local-dir {path}"
         raise UserError(f"{path} is empty; fetch a model: {fetch}, or set model.path to its NAME")
     if found := sorted([*path.glob("*/config.json"), *path.glob("models--*")]):
@@ -99,9 +97,7 @@ def no_safetensors(path: Path) -> str:
 def tokenizer_remedy(path: Path) -> str:
     """What to do in a directory without tokenizer.json."""
     if (path / "tekken.json").exists():
-        text = "only tekken.json, in Mistral's form"
-        return (
-            f"{text}; take tokenizer.json of the same model's page, or of the model it is made of"
-        )
+        remedy = "take tokenizer.json from its page, or from the model that it was made of"
+        return f"only tekken.json, in Mistral's form; {remedy}"
     text = "AutoTokenizer.from_pretrained and save_pretrained of transformers write it"
     return f"no such file; a slow (sentencepiece) tokenizer has to be converted first: {text}"
