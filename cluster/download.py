@@ -11,19 +11,21 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from cluster.config import Config
+from router.text import template
+from worker.config.checkpoint import declared, foreign, tokens
 from worker.errors import KvlaneError, UserError, WorldError
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 DESCRIPTION = [
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
-    *("chat_template.jinja", "model.safetensors.index.json"),
-    # By which what cannot be served is told apart before weights are downloaded.
-    *("*quant*.json", "quanto_qmap.json", "smash_config.json", "adapter_config.json"),
-    *("modules.json", "model_index.json", "mlc-chat-config.json", "params.json"),
+    *("config.json", "generation_config.json", "model.safetensors.index.json"),
+    *tokens.FILES,
+    *template.FILES,
+    *declared.FILES,
+    *foreign.FILES,
 ]
 WEIGHTS = ["*.safetensors"]
-# Other forms of the same weights: in folders, and Mistral's.
-IGNORED = ["*/*", "consolidated*", "adapter_model*"]
+# Other forms of the same weights, in folders and Mistral's, and adapters.
+IGNORED = ["*/*.safetensors", "consolidated*", "adapter_model*"]
 
 
 class Repo(NamedTuple):

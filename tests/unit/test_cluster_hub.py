@@ -69,7 +69,8 @@ def model(tmp_path: Path) -> Path:
     directory = tmp_path / "repository"
     shutil.copytree(TINY, directory)
     save_file({"extra": np.zeros(6_000_000, np.float32)}, directory / "more.safetensors")
-    for name in ("README.md", "pytorch_model.bin", "original/consolidated.safetensors"):
+    for name in ("README.md", "pytorch_model.bin", "original/consolidated.safetensors",
+                 "additional_chat_templates/tool_use.jinja"):  # fmt: skip
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(b"\0" * 100)
     return directory
@@ -97,8 +98,10 @@ def test_a_model_is_downloaded_once_with_the_files_that_are_needed(model: Path, 
         assert name == NAME
         assert directory.endswith(COMMIT)
         wanted = {"config.json", "generation_config.json", "tokenizer.json",
-                  "tokenizer_config.json", "model.safetensors", "more.safetensors"}  # fmt: skip
-        assert {path.name for path in Path(directory).iterdir()} == wanted
+                  "tokenizer_config.json", "model.safetensors", "more.safetensors",
+                  "additional_chat_templates/tool_use.jinja"}  # fmt: skip
+        found = [path for path in Path(directory).rglob("*") if path.is_file()]
+        assert {str(path.relative_to(directory)) for path in found} == wanted
         for file in wanted:
             assert (Path(directory) / file).read_bytes() == (model / file).read_bytes()
         assert len(hub.downloads()) == len(wanted)
@@ -132,8 +135,13 @@ def test_dummy_weights_are_not_downloaded(model: Path, home: Path) -> None:
 def test_what_cannot_be_served_is_told_before_its_weights_are_downloaded(model, home) -> None:
     config = (model / "config.json").read_text()
     (model / "config.json").write_text(config.replace("ForCausalLM", "ForAudio"))
-    with running(**{"some_org__Tiny_0.1B": Repo(model)}) as hub:
+    adapter = model.with_name("adapter")
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "some-org/Base"}')
+    (adapter / "adapter_model.safetensors").write_bytes(b"\0" * 100)
+    with running(**{"some_org__Tiny_0.1B": Repo(model), "some_org__LoRA": Repo(adapter)}) as hub:
         assert "ForAudio' is not supported" in refused(hub, home, "--model", NAME)
+        assert "take some-org/Base" in refused(hub, home, "--model", "some-org/LoRA")
         assert not [file for file in hub.downloads() if "safetensors" in file]
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Mapping
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cluster.download import DESCRIPTION
 from worker.config import ModelConfig, SpecConfig
-from worker.config.checkpoint.declared import FILES
-from worker.config.checkpoint.foreign import ADAPTER, BESIDE_CONFIG
 from worker.errors import UserError
 from worker.start.check import check_directories
 from worker.weights.files import INDEX_NAME, weight_files
@@ -138,8 +134,3 @@ def test_of_several_files_those_count_that_the_index_names_or_all(tmp_path: Path
     made(tmp_path / "part", {**shards, INDEX_NAME: INDEX, "model.safetensors": [EMBEDDING]})
     for kind in ("index", "none", "part"):
         assert [file.name for file in weight_files(tmp_path / kind)] == [*SHARDS], kind
-
-
-def test_what_tells_a_model_apart_is_downloaded_before_its_weights() -> None:
-    told = [*FILES, ADAPTER, *BESIDE_CONFIG, "params.json", "model_index.json"]
-    assert not [x for x in told if not any(fnmatch(x, pattern) for pattern in DESCRIPTION)]

@@ -33,6 +33,8 @@ BESIDE_CONFIG: Mapping[str, tuple[str, str]] = {
     "modules.json": ("a model that embeds texts (sentence-transformers)", f"take {QWEN}"),
 }  # fmt: skip
 ADAPTER = "adapter_config.json"
+# By which some are told on the hub.
+FILES = (ADAPTER, *BESIDE_CONFIG, "params.json", "model_index.json", "mlc-chat-config.json")
 # Files with weights of other kinds, by how their names end.
 OTHER_WEIGHTS = ("bin", "pt", "pth", "gguf", "onnx", "h5", "msgpack", "ot", "npz", "ckpt", "distcp")
 # Safetensors that are not the model's: a LoRA adapter, the same weights in their authors' form.
