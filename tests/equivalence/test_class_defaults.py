@@ -3,26 +3,16 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
-from transformers.models.auto import modeling_auto
 
 from tests.support.published import published, write
 from worker.config.checkpoint.families import FAMILIES
 from worker.config.checkpoint.shape import ModelShape, read_model_shape
 
-TYPES: Mapping[str, str] = {
-    architecture: kind
-    for table in (
-        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    )
-    for kind, architecture in table.items()
-    if architecture in FAMILIES
-} | {"MiMoForCausalLM": "qwen2"}
 # Which no class has a default of that counts.
 SIZES = {"hidden_size": 3840, "intermediate_size": 96, "num_hidden_layers": 8}
 # What every family reads, of values that are no default of any.
@@ -72,13 +62,28 @@ def in_place(architecture: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {"text_config": {**values}} if FAMILIES[architecture].nested else {**values}
 
 
+@cache
+def types() -> Mapping[str, str]:
+    """`model_type` by architecture."""
+    from transformers.models.auto import modeling_auto as auto
+
+    tables = (
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    )
+    found = {name: kind for table in tables for kind, name in table.items()}
+    return {name: found[name] for name in FAMILIES if name in found} | {"MiMoForCausalLM": "qwen2"}
+
+
 def config_of(architecture: str, values: Mapping[str, Any]) -> Any:
-    return AutoConfig.for_model(TYPES[architecture], **in_place(architecture, values))
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(types()[architecture], **values)
 
 
 def cases(architecture: str) -> Iterator[dict[str, Any]]:
     """Sizes alone; all that the class has but each field; sizes and each field."""
-    default = config_of(architecture, SIZES).get_text_config()
+    default = config_of(architecture, in_place(architecture, SIZES)).get_text_config()
     said = SAID | {x: other(x, default) for x in ASKED if hasattr(type(default), x)}
     if not FAMILIES[architecture].windows:
         said.pop("use_sliding_window", None)  # those are refused
@@ -102,8 +107,8 @@ def test_a_field_that_is_absent_means_what_its_class_says(
         return replace(read_model_shape(tmp_path), eos_token_ids=())  # not of the class: see there
 
     for case in cases(architecture):
-        wanted = read(config_of(architecture, case).to_dict())
-        assert read(in_place(architecture, case)) == wanted, case
+        values = in_place(architecture, case)
+        assert read(values) == read(config_of(architecture, values).to_dict()), case
 
 
 def wanted_windows(text: Any) -> tuple[int, ...]:
@@ -131,8 +136,8 @@ def check_rope(shape: ModelShape, text: Any) -> None:
 def test_published_shapes_are_those_that_transformers_reads(name: str, tmp_path: Path) -> None:
     shape = read_model_shape(write(name, tmp_path))
     values = json.loads(json.dumps(published()[name][0]))
-    values["model_type"] = TYPES[shape.architecture]
-    theirs = AutoConfig.for_model(**values)
+    del values["model_type"]
+    theirs = config_of(shape.architecture, values)
     text = theirs.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     eps = next(getattr(text, x) for x in EPS if hasattr(text, x))
@@ -174,3 +179,16 @@ def test_of_two_original_lengths_that_of_the_file_counts(
         ours = read_model_shape(tmp_path).rope_scaling
         assert ours is not None
         assert ours.original_max_position_embeddings == theirs.rope_parameters[name]
+
+
+def test_phi_3_has_an_original_length_whatever_its_rope_says(tmp_path: Path) -> None:
+    numbers, name = [1.0] * 48, "original_max_position_embeddings"
+    for more in ({}, {name: 1234}):
+        scaling = {"type": "longrope", "short_factor": numbers, "long_factor": numbers} | more
+        values = SIZES | {"num_attention_heads": 40, "rope_scaling": scaling}
+        text = json.dumps({**values, "architectures": ["Phi3ForCausalLM"]})
+        (tmp_path / "config.json").write_text(text)
+        theirs = config_of("Phi3ForCausalLM", json.loads(json.dumps(values))).rope_parameters
+        ours = read_model_shape(tmp_path).rope_scaling
+        assert ours is not None
+        assert ours.original_max_position_embeddings == theirs[name] == 4096

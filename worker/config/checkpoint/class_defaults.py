@@ -45,9 +45,7 @@ _ROWS: Mapping[str, tuple[int | float | bool | None, ...]] = {
 _SAME = {"Glm4": "Glm", "MiMo": "Qwen2", "Ministral": "Mistral"}
 _COHERE = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625}
 _GEMMA = {"sliding_window": 4_096, "query_pre_attn_scalar": 256, "eos_token_id": 1}
-_HYBRID_MOE = {
-    "moe_intermediate_size": 512, "norm_topk_prob": True, "shared_expert_intermediate_size": 512,
-}  # fmt: skip
+_HYBRID_MOE = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "Cohere": _COHERE,
     "Cohere2": _COHERE | {"sliding_window": 4_096},
