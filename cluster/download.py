@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from cluster.config import Config
 from router.text import template
-from worker.config.checkpoint import tokens
+from worker.config.checkpoint import declared, foreign, tokens
 from worker.errors import KvlaneError, UserError, WorldError
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -20,10 +20,12 @@ DESCRIPTION = [
     *("config.json", "generation_config.json", "model.safetensors.index.json"),
     *tokens.FILES,
     *template.FILES,
+    *declared.FILES,
+    *foreign.FILES,
 ]
 WEIGHTS = ["*.safetensors"]
-# Other forms of the same weights: in folders, and Mistral's.
-IGNORED = ["*/*.safetensors", "consolidated*"]
+# Other forms of the same weights, in folders and Mistral's, and adapters.
+IGNORED = ["*/*.safetensors", "consolidated*", "adapter_model*"]
 
 
 class Repo(NamedTuple):

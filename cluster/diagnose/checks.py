@@ -32,6 +32,8 @@ from router.http.port import listen
 from router.http.tls import certificate
 from router.openai.defaults import defaults_of
 from worker.config import SpecConfig, check_collective
+from worker.config.checkpoint.fields import unreadable
+from worker.config.checkpoint.foreign import tokenizer_remedy
 from worker.errors import UserError
 from worker.observe.tracing import check_tracing
 from worker.start.check import Ranks, check_directories, names_of
@@ -319,12 +321,9 @@ def _check_tokenizer(path: Path) -> None:
         msgspec.json.decode(path.read_bytes())
         return
     except FileNotFoundError:
-        reason = (
-            "no such file; a slow (sentencepiece) tokenizer has to be converted with transformers "
-            "first"
-        )
+        reason = tokenizer_remedy(path.parent)
     except OSError as error:
         reason = str(error.strerror)
     except msgspec.DecodeError as error:
-        reason = f"cut short or not JSON: {error}"
+        reason = unreadable(path, f"cut short or not JSON: {error}")
     raise UserError(f"model.path: {path}: {reason}", "model.path")

@@ -1,6 +1,7 @@
 """Directories of small chain drafters with random weights, as each project would publish them."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ def check_refused(
         read(directory)
     assert str(directory / "config.json") in str(caught.value)
     assert caught.value.param is not None
+    assert re.search(r"\b(take|set)\b", str(caught.value)), "what could be done instead"
 
 
 def random_tensors(

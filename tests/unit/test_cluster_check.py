@@ -188,7 +188,7 @@ def test_a_model_that_cannot_be_divided_among_ranks_is_refused(model: Path) -> N
         fits(fitting)
         fits(fitting, "spec.drafter=dflash")
     message = model_refused(TINY, "decode.tp=3")
-    assert message == "decode.tp: 4 attention heads cannot be divided among 3 ranks"
+    assert message == "decode.tp: 4 attention heads cannot be divided among 3 ranks; set it to 2"
     for fields, says in (
         ({"vocab_size": 1022}, "vocab_size 1022 cannot be divided among 4 ranks"),
         ({"intermediate_size": 510}, "intermediate_size 510 cannot be divided among 4 ranks"),
@@ -205,7 +205,8 @@ def test_a_model_that_cannot_be_divided_among_ranks_is_refused(model: Path) -> N
 def test_a_drafter_that_cannot_be_divided_among_ranks_is_refused(drafter: Path) -> None:
     rewritten(drafter, num_attention_heads=3, num_key_value_heads=3)
     message = model_refused(TINY, "decode.tp=2", ON_CHAIN, f"spec.path={drafter}")
-    assert message == "decode.tp: 3 attention heads cannot be divided among 2 ranks: of the drafter"
+    says = "3 attention heads cannot be divided among 2 ranks: of the drafter; set it to 1"
+    assert message == f"decode.tp: {says}"
 
 
 def test_a_torch_without_cuda_is_told_where_there_is_a_gpu() -> None:
@@ -277,4 +278,5 @@ def test_neither_torch_nor_ray_is_imported_to_tell_a_mistake_which_leaves_nothin
     )  # fmt: skip
     assert done.stdout == "[]\n"
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert done.stderr == "error: model.path: there is no directory /no/such/model\n"
+    remedy = "take one, or a model's name"
+    assert done.stderr == f"error: model.path: there is no directory /no/such/model; {remedy}\n"

@@ -135,8 +135,13 @@ def test_dummy_weights_are_not_downloaded(model: Path, home: Path) -> None:
 def test_what_cannot_be_served_is_told_before_its_weights_are_downloaded(model, home) -> None:
     config = (model / "config.json").read_text()
     (model / "config.json").write_text(config.replace("ForCausalLM", "ForAudio"))
-    with running(**{"some_org__Tiny_0.1B": Repo(model)}) as hub:
+    adapter = model.with_name("adapter")
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "some-org/Base"}')
+    (adapter / "adapter_model.safetensors").write_bytes(b"\0" * 100)
+    with running(**{"some_org__Tiny_0.1B": Repo(model), "some_org__LoRA": Repo(adapter)}) as hub:
         assert "ForAudio' is not supported" in refused(hub, home, "--model", NAME)
+        assert "take some-org/Base" in refused(hub, home, "--model", "some-org/LoRA")
         assert not [file for file in hub.downloads() if "safetensors" in file]
 
 

@@ -65,6 +65,27 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         f"layer_types: layers of type chunked_attention; {DENSE}",
     ),
 ]
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+REFUSED += [
+    (
+        "LlamaForCausalLM",
+        {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        "rope_scaling: differs from rope_parameters; remove the one that .* or take",
+    ),
+    (
+        "LlamaForCausalLM",
+        {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"rope_theta": 5e5}},
+        "rope_scaling: differs",
+    ),
+    (
+        "Gemma3ForCausalLM",
+        {"rope_parameters": LINEAR | {"rope_theta": 1e6}, "head_dim": 16},
+        "rope_parameters: is of all layers, whose ropes differ; set it to an object for each type",
+    ),
+    ("LlamaForCausalLM", {"torch_dtype": "float8_e4m3fn"}, "torch_dtype: .*; set it to that of"),
+    ("LlamaForCausalLM", {"mlp_bias": 3}, "mlp_bias: must be true or false, .*; set it right"),
+    ("MistralModel", {}, "another task.*take a model ...ForCausalLM"),
+]
 # Architecture, fields beside SIZES, of models that are served; others: tests/equivalence.
 SERVED: list[tuple[str, dict[str, Any]]] = [
     ("MistralForCausalLM", {"sliding_window": 32768}),
@@ -77,6 +98,15 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ),
     ("Glm4ForCausalLM", {"rope_scaling": YARN, "partial_rotary_factor": 0.5, "head_dim": 128}),
     ("SmolLM3ForCausalLM", {"use_sliding_window": False}),
+    ("SmolLM3ForCausalLM", {"use_sliding_window": True}),  # and no window
+    (
+        "LlamaForCausalLM",
+        {
+            "rope_scaling": LINEAR,
+            "rope_theta": 5e5,
+            "rope_parameters": {"type": "linear", "factor": 2, "rope_theta": 5e5},
+        },
+    ),
 ]
 
 
@@ -91,7 +121,7 @@ def write(directory: Path, architecture: str, fields: dict[str, Any]) -> Path:
 def test_a_refusal_names_a_remedy(
     architecture: str, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(Unsupported, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         read_model_shape(write(tmp_path, architecture, fields))
     assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
     assert re.search("take|set", str(caught.value))

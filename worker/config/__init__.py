@@ -279,7 +279,8 @@ def check_length(asked: int, model_max_len: int) -> None:
     """Raise UserError if the model has fewer positions than are asked for."""
     if asked > model_max_len:
         path = "model.max_model_len"
-        raise UserError(f"{path}: is {asked}, but the model has {model_max_len} positions", path)
+        problem = f"is {asked}, but the model has {model_max_len} positions"
+        raise UserError(f"{path}: {problem}; set it to as many, or leave it auto", path)
 
 
 def check_collective(

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from worker.config.checkpoint.class_defaults import with_class_defaults
 from worker.config.checkpoint.fields import Fields, read_fields
+from worker.config.checkpoint.quantization import read_quantization
 from worker.config.checkpoint.shape import (
     ModelShape,
     read_architecture,
@@ -18,7 +20,17 @@ from worker.config.checkpoint.shape import (
     refuse_what_we_cannot_compute,
 )
 from worker.config.checkpoint.windows import refuse_windows
-from worker.drafts.draft_forms import DRAFTS, FORMS, HYBRID_ROPE, MISSING, ROPE, Form, Rules
+from worker.drafts.draft_forms import (
+    ANOTHER,
+    DRAFTS,
+    FORMS,
+    HYBRID_ROPE,
+    MISSING,
+    OF_TARGET,
+    ROPE,
+    Form,
+    Rules,
+)
 from worker.weights.files import tensor_names
 
 
@@ -40,7 +52,7 @@ class DrafterFile:
         Raises UserError if it is broken; Unsupported if it is no `drafter`, or has unknown
         fields or values that we do not compute.
         """
-        fields, field = read_fields(path / "config.json"), "speculators_model_type"
+        fields, field = read_fields(path / "config.json", ANOTHER), "speculators_model_type"
         if (name := fields.get(field)) is None:
             field, name = "architectures", read_architecture(fields)
         form = FORMS[field].get(str(name))
@@ -50,9 +62,8 @@ class DrafterFile:
             known = ", ".join(n for n, form in FORMS[field].items() if form.drafter == drafter)
             raise fields.unsupported(field, f"{name!r} is no {drafter} drafter; supported: {known}")
         if form.drafter != drafter:
-            raise fields.unsupported(
-                field, f"{name!r} drafts {DRAFTS[form.drafter]}: set spec.drafter to {form.drafter}"
-            )
+            problem = f"{name!r} drafts {DRAFTS[form.drafter]}: set spec.drafter to {form.drafter}"
+            raise fields.unsupported(field, problem, "")
         layer = fields.inner(form.layer) if form.layer else fields
         architecture = name if layer is fields else f"speculators' {name}"
         file = cls(path, fields, layer, form, architecture, target)
@@ -64,7 +75,7 @@ class DrafterFile:
         for field, reason in form.needed.items():
             where = file._holder(field)
             if where.get(field, f"rope_parameters.{field}", f"rope_scaling.{field}") is None:
-                raise where.unsupported(field, f"missing: {reason}; set it")
+                raise where.unsupported(field, f"missing: {reason}", "set it")
         return file
 
     def shape(self) -> dict[str, Any]:
@@ -72,6 +83,7 @@ class DrafterFile:
         fields, layer, target = self.fields, self.layer, self.target
         slides, hybrid = self.form.drafter == "dflash", self.form.is_hybrid
         refuse_what_we_cannot_compute(layer)
+        read_quantization(fields, layer)
         if not (slides or hybrid):
             refuse_windows(layer)
         unused = slides or layer.get("use_sliding_window") is False
@@ -90,10 +102,14 @@ class DrafterFile:
             raise fields.error(
                 "draft_vocab_size",
                 f"{vocab_size} exceeds the target's vocabulary, {target.vocab_size}",
+                OF_TARGET,
             )
         flags = {ours: self._flag(place) for ours, place in self.form.flags.items()}
         if layer.get("model_type") == "qwen3" and self.form.flags["qk_norm"] is not False:
             flags["qk_norm"] = True
+        # A file of the target's own leaves out what its class says.
+        if self.form.kind == "mtp":
+            layer = with_class_defaults(layer, target.architecture)
         return read_layer_shape(layer, rotary=0.25 if hybrid else None) | flags | {
             "architecture": self.architecture,
             "vocab_size": vocab_size,
@@ -139,8 +155,9 @@ class DrafterFile:
         if self.form.ties_head and not reduced and self.fields.flag("tie_word_embeddings") and own:
             raise self.fields.unsupported(
                 "tie_word_embeddings",
-                "a head that is the drafter's embedding; set the field to false, and store lm_head "
-                "and embed_tokens only if they are the drafter's own",
+                "a head that is the drafter's embedding",
+                "set the field to false, and store lm_head and embed_tokens only if they are the "
+                "drafter's own",
             )
         return names
 
@@ -164,9 +181,8 @@ class DrafterFile:
         """Raise UserError if the file's size of the target is not `wanted`."""
         if (size := where.integer(*places)) != wanted:
             where, field = where.place(*places)
-            raise where.error(
-                field, f"{size}, but the target's is {wanted}: the drafter is another target's"
-            )
+            problem = f"{size}, but the target's is {wanted}: the drafter is another target's"
+            raise where.error(field, problem, OF_TARGET)
 
 
 def _check(where: Fields, rules: Rules) -> None:

@@ -6,6 +6,8 @@ from typing import Any, TypeAlias
 
 from worker.drafts.drafter_shape import ChainKind
 
+ANOTHER = "take another drafter, or set spec.drafter to ngram, which needs no weights"
+OF_TARGET = "take a drafter that was made for this model, or set spec.drafter to ngram"
 # Field -> the values that we compute; None: any, or the reader decides.
 Rules: TypeAlias = Mapping[str, tuple[Any, ...] | None]
 

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from worker.drafts.draft_forms import ANOTHER
 from worker.drafts.drafter_shape import DrafterShape
 from worker.errors import UserError
 from worker.forward.batch import Batch
@@ -112,11 +113,13 @@ class DrafterModel(nn.Module):
         names, size, offsets = self.shape.names, self.shape.target_vocab_size, self.tables["d2t"]
         targets = torch.arange(self.shape.vocab_size, device=offsets.device) + offsets
         if bool(((targets < 0) | (targets >= size)).any()):
-            raise UserError(f"{path}: {names['d2t']} leads to ids beyond the target's {size}")
+            raise UserError(
+                f"{path}: {names['d2t']} leads to ids beyond the target's {size}; {ANOTHER}"
+            )
         if bool((targets[1:] <= targets[:-1]).any()):
-            raise UserError(f"{path}: {names['d2t']} does not lead to ascending ids")
+            raise UserError(f"{path}: {names['d2t']} does not lead to ascending ids; {ANOTHER}")
         if "t2d" in names and not torch.equal(self.tables["t2d"].nonzero().flatten(), targets):
-            raise UserError(f"{path}: {names['t2d']} and d2t name different ids")
+            raise UserError(f"{path}: {names['t2d']} and d2t name different ids; {ANOTHER}")
         self.id_map = targets if self.shape.vocab_size < size else None
 
 

@@ -9,6 +9,7 @@ from worker.config.checkpoint.mask import KeyMask
 from worker.config.checkpoint.shape import ModelShape, read_dtype
 from worker.config.checkpoint.windows import FULL, SLIDING
 from worker.drafts.draft_file import DrafterFile
+from worker.drafts.draft_forms import OF_TARGET
 from worker.drafts.drafter_shape import ChainShape, DFlashShape, DrafterShape
 from worker.errors import Unsupported, UserError
 
@@ -36,7 +37,7 @@ def read_chain_shape(path: Path, target: ModelShape) -> ChainShape:
     if shape["hidden_size"] != target.hidden_size and not fuses:
         raise layer.error(
             "hidden_size", f"{shape['hidden_size']}, but the target's is {target.hidden_size}, "
-            f"and without {FUSES} nothing projects one to the other",
+            f"and without {FUSES} nothing projects one to the other", OF_TARGET,
         )  # fmt: skip
     if "eagle_config" in file.form.objects:
         shape["norm_output"] = _norm_output(fields)
@@ -60,7 +61,8 @@ def _norm_output(fields: Fields) -> bool:
             raise fields.unsupported(
                 name,
                 "has two meanings: the head takes the normed output (early SpecForge), or the "
-                f"normed output is fed back; set {fed_back} to say whether it is fed back",
+                "normed output is fed back",
+                f"set {fed_back} to say whether it is fed back",
             )
         if fields.flag(fed_back) and not fields.flag(name):
             raise fields.error(name, f"false, but {fed_back} true")
@@ -146,7 +148,7 @@ def _masks(file: DrafterFile, num_layers: int) -> tuple[KeyMask, ...]:
     if file.form.layer:
         if SLIDING in types and fields.get(name) is None:
             raise fields.unsupported(
-                name, "missing: speculators takes it as false then, others as true; set it"
+                name, "missing: speculators takes it as false then, others as true", "set it"
             )
         causal = False if fields.flag(name) else None
     elif fields.get("dflash_config.causal", "is_causal") is not None:
@@ -170,19 +172,17 @@ def _windows(file: DrafterFile, slides: list[bool]) -> list[int | None]:
                 "dflash_config.use_swa",
                 "true, but layer_types has full attention too. Leave it out if only those layers "
                 "have windows that layer_types calls sliding",
+                f"or set layer_types to {SLIDING} for all",
             )
         slides = [True] * len(slides)
     elif layer.get("layer_types") is None:
         unplaced = "sliding_window" if uses is None else "use_sliding_window"
         if layer.flag("use_sliding_window") or (uses is None and layer.get(unplaced) is not None):
-            raise layer.unsupported(
-                unplaced, f"in which layers? Say so by layer_types, {SLIDING} or {FULL} for each"
-            )
+            remedy = f"set layer_types, to {SLIDING} or {FULL} for each"
+            raise layer.unsupported(unplaced, "in which layers?", remedy)
     if not any(slides):
         if fields.get(swa_size) is not None and fields.get("dflash_config.use_swa") is None:
-            raise fields.unsupported(
-                swa_size, "in which layers? Say so by use_swa, or by layer_types"
-            )
+            raise fields.unsupported(swa_size, "in which layers?", "set use_swa, or layer_types")
         return [None] * len(slides)
     if fields.get(swa_size) is not None:  # only where the layers' fields stand in the file itself
         window = fields.integer(swa_size, "sliding_window")
@@ -222,21 +222,19 @@ def _mask_token_id(file: DrafterFile) -> int:
     if (pickled := file.path / "mask_embedding.pt").exists():
         raise Unsupported(
             f"{pickled}: a pickled mask embedding; put it into the safetensors files as "
-            "mask_embedding",
+            "mask_embedding, or take a drafter that has it there",
             "mask_embedding",
         )
     fields, places = file.fields, ("dflash_config.mask_token_id", "mask_token_id")
     text = fields.get("dflash_config.mask_token")
     if fields.get(*places) is None and text is not None:
-        raise fields.unsupported(
-            "dflash_config.mask_token", f"{text!r} without mask_token_id: set the id"
-        )
+        problem = f"{text!r} without mask_token_id"
+        raise fields.unsupported("dflash_config.mask_token", problem, "set the id")
     token_id = fields.integer(*places, least=0)
     if token_id >= file.target.vocab_size:
         where, field = fields.place(*places)
-        raise where.error(
-            field, f"{token_id} is outside of the target's vocabulary, {file.target.vocab_size} ids"
-        )
+        problem = f"{token_id} is outside of the target's vocabulary, {file.target.vocab_size} ids"
+        raise where.error(field, problem, OF_TARGET)
     return token_id
 
 
@@ -256,6 +254,7 @@ def check_block(asked: SpecConfig, shape: DrafterShape) -> None:
     for name, value in (("widths", max(widths, default=0)), ("block", asked.block)):
         if value > shape.block_size:
             raise UserError(
-                f"spec.{name}: {value}, but the drafter's block has {shape.block_size} tokens",
+                f"spec.{name}: {value}, but the drafter's block has {shape.block_size} tokens; "
+                "set it to as many at most",
                 f"spec.{name}",
             )

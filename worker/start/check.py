@@ -113,8 +113,8 @@ def check_directories(
     directory = model.directory
     try:
         check_path(directory)
-        if not directory.is_dir():
-            raise UserError(f"there is no directory {directory}")
+        if not directory.exists():
+            raise UserError(f"there is no directory {directory}; take one, or a model's name")
         shape = read_model_shape(directory)
         if with_weights and model.load_format == "safetensors":
             check_weights(directory)
@@ -128,22 +128,31 @@ def check_directories(
         _check_drafter(model, spec, shape, ranks)
 
 
-def _check_ranks(shape: LayerShape, ranks: Ranks) -> None:
+def _check_ranks(shape: LayerShape, ranks: Ranks, whose: str = "") -> None:
     for path, (size, division) in ranks.items():
-        try:
-            for kind in kinds_of(shape).values():
-                kind.share(shape, 0, size)
-            if not isinstance(shape, ModelShape) or not all(shape.is_sparse or (False,)):
-                split_even("intermediate_size", shape.intermediate_size, 0, size)
-            if isinstance(shape, ModelShape) and shape.experts is not None:
-                _, columns = rank_experts(shape.experts, division, 0, size, group=shape.scale_group)
-                coarse(Part(shape.experts.width, columns), shape.scale_group)
-            split_even("vocab_size", shape.vocab_size, 0, size)
-            if isinstance(shape, ModelShape):
-                for width in _divided_widths(shape):
-                    coarse(Part(width, slice(0, width // size)), shape.scale_group)
-        except UserError as error:
-            raise type(error)(f"{path}: {error}", path) from error
+        if error := _undivided(shape, size, division):
+            fewer = (n for n in range(size - 1, 1, -1) if not _undivided(shape, n, division))
+            remedy = f"set it to {next(fewer, 1)}"
+            raise type(error)(f"{path}: {error}{whose}; {remedy}", path) from error
+
+
+def _undivided(shape: LayerShape, size: int, division: Division) -> UserError | None:
+    """Why the model cannot be divided among `size` ranks."""
+    try:
+        for kind in kinds_of(shape).values():
+            kind.share(shape, 0, size)
+        if not isinstance(shape, ModelShape) or not all(shape.is_sparse or (False,)):
+            split_even("intermediate_size", shape.intermediate_size, 0, size)
+        if isinstance(shape, ModelShape) and shape.experts is not None:
+            _, columns = rank_experts(shape.experts, division, 0, size, group=shape.scale_group)
+            coarse(Part(shape.experts.width, columns), shape.scale_group)
+        split_even("vocab_size", shape.vocab_size, 0, size)
+        if isinstance(shape, ModelShape):
+            for width in _divided_widths(shape):
+                coarse(Part(width, slice(0, width // size)), shape.scale_group)
+    except UserError as error:
+        return error
+    return None
 
 
 def _divided_widths(shape: ModelShape) -> Iterator[int]:
@@ -159,7 +168,8 @@ def _divided_widths(shape: ModelShape) -> Iterator[int]:
 def _check_drafter(model: ModelConfig, spec: SpecConfig, target: ModelShape, ranks: Ranks) -> None:
     directory = model.drafter_directory(spec)
     if not directory.is_dir():
-        raise UserError(f"spec.path: there is no directory {directory}", "spec.path")
+        remedy = "set it to a drafter's directory or name, or spec.drafter to another"
+        raise UserError(f"spec.path: there is no directory {directory}; {remedy}", "spec.path")
     try:
         shape = READERS[spec.drafter](directory, target)
         if model.load_format == "safetensors":
@@ -168,7 +178,4 @@ def _check_drafter(model: ModelConfig, spec: SpecConfig, target: ModelShape, ran
         unset = "" if spec.path else " (spec.path is not set, so this is the model's own directory)"
         raise type(error)(f"spec.path: {error}{unset}", "spec.path") from error
     check_block(spec, shape)
-    try:
-        _check_ranks(shape, ranks)
-    except UserError as error:
-        raise type(error)(f"{error}: of the drafter", error.param) from error
+    _check_ranks(shape, ranks, ": of the drafter")

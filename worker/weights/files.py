@@ -2,41 +2,124 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from worker.config.checkpoint.refusals import no_safetensors
-from worker.errors import UserError
+from worker.config.checkpoint.fields import AGAIN, unreadable
+from worker.config.checkpoint.foreign import ASIDE, no_safetensors
+from worker.config.checkpoint.quantization import WEIGHT_SCALES
+from worker.config.checkpoint.refusals import READ, unquantized
+from worker.errors import Unsupported, UserError
 
-INDEX_NAME = "model.safetensors.index.json"
+INDEX_NAME, WHOLE = "model.safetensors.index.json", "model.safetensors"
+PART = re.compile(r"(?P<stem>.+)-\d+-of-(?P<count>\d+)\.safetensors")  # of several files
+# How names of tensors end, in formats that are not read -> whose such are.
+FOREIGN: Mapping[str, str] = {
+    **dict.fromkeys(("qweight", "qzeros", "g_idx"), "four bits of AWQ or GPTQ"),
+    **dict.fromkeys(("weight_packed", "weight_shape"), "packed ones of compressed-tensors"),
+    **dict.fromkeys(("weight_scale_2", "weight_global_scale"), "NVFP4"),
+    **dict.fromkeys(("absmax", "quant_map", "SCB", "weight_format"), "bitsandbytes"),
+    **dict.fromkeys(("gate_up_proj_blocks", "down_proj_blocks"), "MXFP4"),
+    **dict.fromkeys(("q_weight", "q_invperm", "trellis"), "ExLlama"),
+    **dict.fromkeys(("codes", "codebooks", "Qidxs"), "AQLM or QuIP"),
+    **dict.fromkeys(("W_q", "_data"), "HQQ, quanto or torchao"),
+    **dict.fromkeys(("bitmask", "compressed"), "2:4 sparse ones of compressed-tensors"),
+    **dict.fromkeys(("scales", "biases"), "MLX"),
+    "pre_quant_scale": "ModelOpt's AWQ",
+}
+EIGHT = "F8_E4M3"  # as safetensors has it
+DTYPES = ("BF16", "F16", "F32", "F64", EIGHT)  # of weights
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The weight files that the index names, or all. UserError: it is wrong, or one is missing."""
-    index = path / INDEX_NAME
-    if index.exists():
-        files = [path / name for name in sorted(set(_weight_map(index).values()))]
-    else:
-        files = sorted(path.glob("*.safetensors"))
+    """The model's weight files, as transformers and, without the first two, vLLM choose them.
+
+    model.safetensors, unless it lacks tensors that the index names in other files; else these; else
+    all, but a LoRA adapter's and those of Mistral's form. Without an index, what completes
+    model.safetensors counts too. UserError: an index is wrong, a file is missing, or several hold
+    the same tensors.
+    """
+    whole, index = path / WHOLE, path / INDEX_NAME
+    if not index.exists():
+        return [whole, *_completing(whole)] if whole.exists() else _unlisted(path)
+    weight_map = _weight_map(index)
+    files = [path / name for name in sorted(set(weight_map.values()))]
     absent = [file.name for file in files if not file.exists()]
+    if whole.exists() and (absent or tensor_names(path, [whole]) >= set(weight_map)):
+        return [whole]
     if absent:
-        raise UserError(f"{index} names files that are not there: {listed(absent)}")
+        raise UserError(f"{index} names files that are not there: {listed(absent)}; {AGAIN}")
+    return files
+
+
+def _candidates(path: Path) -> list[Path]:
+    return [x for x in sorted(path.glob("*.safetensors")) if not x.name.startswith(ASIDE)]
+
+
+def _completing(whole: Path) -> Iterator[Path]:
+    """Files with tensors of the same model that it lacks, or of layers that draft for it."""
+    held = tensor_names(whole.parent, [whole])
+    modules = {name.partition(".")[0] for name in held} | {"mtp"}
+    for file in _candidates(whole.parent):
+        try:
+            names = tensor_names(file.parent, [file])
+        except UserError:  # what is broken counts only if it is needed
+            continue
+        if held.isdisjoint(names) and {name.partition(".")[0] for name in names} <= modules:
+            yield file
+
+
+def _unlisted(path: Path) -> list[Path]:
+    """Where neither says which they are."""
+    files = _candidates(path)
     if not files:
         raise UserError(no_safetensors(path))
-    return files
+    sets = defaultdict[tuple[str, int], list[Path]](list)
+    for file in files:
+        part = PART.fullmatch(file.name)
+        sets[(part["stem"], int(part["count"])) if part else (file.stem, 1)].append(file)
+    for (stem, count), parts in sets.items():
+        if len(parts) < count:
+            problem = f"{len(parts)} of {count} files {stem}-*-of-*.safetensors are there"
+            raise UserError(f"{path}: {problem}; {AGAIN}")
+    if len(sets) == 1:
+        return files
+    names = [tensor_names(path, parts) for parts in sets.values()]
+    if len(set[str]().union(*names)) == sum(map(len, names)):
+        return files
+    plain = [parts for (stem, _), parts in sets.items() if stem == "model"]
+    if len(plain) != 1:
+        problem = f"{listed([x.name for x in files])} hold the same tensors, without an index"
+        raise UserError(f"{path}: {problem}; take {INDEX_NAME} too, or remove what does not count")
+    return plain[0]
 
 
 def check_weights(path: Path) -> None:
     """Compare the weight files with their own headers and with the index; reads no weights.
 
-    Raises UserError if a file is missing, cut short or broken, or lacks tensors of the index.
+    Raises UserError if a file is missing, cut short or broken, or lacks tensors of the index;
+    Unsupported if tensors are of a format that is not read.
     """
-    held = tensor_names(path, weight_files(path))
-    index = path / INDEX_NAME
-    if index.exists() and (missing := sorted(set(_weight_map(index)) - held)):
-        raise UserError(f"{index} names tensors that are in no file: {listed(missing)}")
+    files, index = weight_files(path), path / INDEX_NAME
+    dtypes = tensor_dtypes(files)
+    named = _weight_map(index) if index.exists() and files != [path / WHOLE] else ()
+    if missing := sorted({*named} - {*dtypes}):
+        raise UserError(f"{index} names tensors that are in no file: {listed(missing)}; {AGAIN}")
+    for name, dtype in sorted(dtypes.items()):
+        stem, _, end = name.rpartition(".")
+        whose = FOREIGN.get(end, "")
+        if end == "weight" and dtype not in DTYPES:
+            whose = f"numbers of type {dtype}"
+        elif end == "weight" and dtype == EIGHT:
+            scaled = any(f"{stem}.{scale}" in dtypes for scale in WEIGHT_SCALES)
+            whose = "" if scaled else f"{dtype} without {' or '.join(WEIGHT_SCALES)}"
+        if whose:
+            text = f"{name}: weights in a format ({whose}) that config.json does not name"
+            raise Unsupported(f"{path}: {text}; {READ}: take {unquantized(path)}")
 
 
 def tensor_names(path: Path, files: Sequence[Path] | None = None) -> set[str]:
@@ -46,13 +129,20 @@ def tensor_names(path: Path, files: Sequence[Path] | None = None) -> set[str]:
     """
     if files is None:
         files = weight_files(path) if any(path.glob("*.safetensors")) else ()
-    held: set[str] = set()
+    return set(tensor_dtypes(files))
+
+
+def tensor_dtypes(files: Sequence[Path]) -> Mapping[str, str]:
+    """The dtype of each tensor in `files`, as safetensors has it; raises as `tensor_names`."""
+    held: dict[str, str] = {}
     for file in files:
         try:  # compares the file's size with its header
             with safe_open(file, framework="numpy") as reader:
-                held.update(reader.keys())
+                for name in reader.keys():  # noqa: SIM118 - not a mapping
+                    held[name] = reader.get_slice(name).get_dtype()
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{file}: cut short or not a safetensors file: {error}") from error
+            problem = unreadable(file, f"cut short or not a readable safetensors file: {error}")
+            raise UserError(f"{file}: {problem}") from error
     return held
 
 
@@ -88,4 +178,5 @@ def _weight_map(index: Path) -> Mapping[str, str]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {str(tensor): str(name) for tensor, name in weight_map.items()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{index}: weight_map: missing or malformed: {error!r}") from error
+        problem = unreadable(index, f"weight_map: missing or malformed: {error!r}")
+        raise UserError(f"{index}: {problem}") from error

@@ -26,6 +26,7 @@ class Readings:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._all = [_served_by(name).reading(files) for name in FORMATS]
+        self.made = set[str]()  # the model's names of tensors that are not as the files have them
 
     def tensor_of(self, name: str) -> str:
         """See Reading."""
@@ -35,7 +36,10 @@ class Readings:
     def opened(self, name: str, stored: Any) -> Any:
         """What slices the tensor by its worth: of Reading.opened, or `stored` itself."""
         made = (each.opened(name, stored) for each in self._all)
-        return next((each for each in made if each is not None), stored)
+        found = next((each for each in made if each is not None), stored)
+        if found is not stored:
+            self.made.add(self.tensor_of(name))
+        return found
 
     def is_spent(self, name: str) -> bool:
         """See Reading."""

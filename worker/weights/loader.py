@@ -1,6 +1,7 @@
 """Fill one rank of a model, from safetensors files or with seeded noise."""
 
 import hashlib
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,13 +11,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from worker.config.checkpoint.declared import kv_field
+from worker.config.checkpoint.fields import unreadable
 from worker.config.checkpoint.shape import LayerShape
 from worker.config.progress import Progress, no_progress
 from worker.errors import UserError
 from worker.weights.files import listed, weight_files
 from worker.weights.formats import Readings
 from worker.weights.plain import PLAIN
+from worker.weights.scaled_files import KV_SCALES
 from worker.weights.shard import VALUES, Key, Shard
+
+log = logging.getLogger("kvlane.weights")
 
 
 class Loadable(Protocol):
@@ -64,7 +70,23 @@ def read_weights(model: Loadable, path: Path, progress: Progress = no_progress) 
     kinds = ("missing", absent), ("unexpected", unexpected)
     if problems := [f"{kind} tensors: {listed(names)}" for kind, names in kinds if names]:
         architecture = model.shape.architecture
-        raise UserError(f"{path}: not the weights of {architecture}: {'; '.join(problems)}")
+        text = f"{path}: not the weights of {architecture}: {'; '.join(problems)}"
+        raise UserError(f"{text}; take config.json and weights of one model")
+    plain = {key.tensor for key, shard in shards.items() if shard.codec in (None, PLAIN)}
+    _tell(path, files, others, len(plain & readings.made))
+
+
+def _tell(path: Path, files: list[Path], unused: list[str], num_changed: int) -> None:
+    """Say what of the directory is not used, or not as it is."""
+    if aside := sorted({x.name for x in path.glob("*.safetensors")} - {x.name for x in files}):
+        log.info("%s: left alone, for they are not of the model: %s", path, listed(aside))
+    of_kv = sum(name.endswith(KV_SCALES) for name in unused)
+    if (field := kv_field(path)) or of_kv:
+        asks = f"{field} and {of_kv} scales" if field else f"{of_kv} scales"
+        log.info("%s: KV is as kv.dtype says: not used are %s", path, asks)
+    if num_changed:
+        text = "%s: %d matrices in eight bits become the model's dtype, for activations are in it"
+        log.info(text, path, num_changed)
 
 
 def _tensors(
@@ -84,7 +106,8 @@ def _tensors(
                 for key in keys[tensor]:
                     yield key, _part(f"{file}: {name}", stored, key.role, shards[key])
     except SafetensorError as e:
-        raise UserError(f"{file}: not a readable safetensors file: {e}") from e
+        problem = unreadable(file, f"not a readable safetensors file: {e}")
+        raise UserError(f"{file}: {problem}") from e
 
 
 def _part(place: str, stored: Any, role: str, shard: Shard) -> Tensor:

@@ -9,17 +9,16 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from worker.config.checkpoint.quantization import SCALE_BLOCK
+from worker.config.checkpoint.quantization import SCALE_BLOCK, WEIGHT_SCALES
 from worker.errors import UserError
 from worker.weights.base import Format, Reading, whole_of
 from worker.weights.files import tensor_names
 from worker.weights.shard import Shard
 
 SCALES = "scales"  # a role
-# Of DeepSeek's and Qwen's files, and of compressed-tensors; both are multiplied with.
-WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
 # Of activations and of KV in eight bits: neither is quantised here, or not by a fixed scale.
-OTHER_SCALES = ("input_scale", "q_scale", "k_scale", "v_scale", "kv_scale", "output_scale")
+KV_SCALES = ("k_scale", "v_scale", "kv_scale", "output_scale")
+OTHER_SCALES = ("input_scale", "q_scale", *KV_SCALES)
 
 
 class ScaledFiles(Reading):
@@ -71,6 +70,8 @@ class Scaled:
     def __init__(self, name: str, stored: Any, scales: Tensor) -> None:
         """stored: what slices it without them. Raises UserError if they are of no form's shape."""
         self.values = stored
+        if scales.dim() == 4:  # [blocks, 1, blocks, 1], as ModelOpt has them
+            scales = scales[:, 0, :, 0]
         rows, columns = self.get_shape()
         blocks = [-(-size // SCALE_BLOCK) for size in (rows, columns)]
         if scales.numel() == 1:

@@ -3,6 +3,7 @@
 import math
 from typing import Any, Literal, NamedTuple
 
+from worker.config.checkpoint.class_defaults import NUM_EXPERTS
 from worker.config.checkpoint.families import Family
 from worker.config.checkpoint.fields import Fields
 from worker.errors import Unsupported
@@ -61,8 +62,7 @@ def rank_experts(
 def read_experts(fields: Fields, family: Family) -> dict[str, Any]:
     """What a ModelShape says of experts: Mixtral's have the feed-forward's own fields."""
     num_layers = fields.integer("num_hidden_layers")
-    places = "num_experts", "num_local_experts", "n_routed_experts"
-    num_experts = fields.integer(*places, default=0, least=0)
+    num_experts = fields.integer(*NUM_EXPERTS, default=0, least=0)
     first = fields.integer("first_k_dense_replace", default=0, least=0)
     dense = {*range(first), *fields.integers("mlp_only_layers")}
     step = fields.integer("decoder_sparse_step", default=1)
@@ -71,7 +71,7 @@ def read_experts(fields: Fields, family: Family) -> dict[str, Any]:
         return {}
     own, top_k = fields.get("moe_intermediate_size"), fields.integer("num_experts_per_tok")
     if top_k > num_experts:
-        problem = f"{top_k} is more than {places[0]} {num_experts}"
+        problem = f"{top_k} is more than {NUM_EXPERTS[0]} {num_experts}"
         raise fields.error("num_experts_per_tok", problem)
     fields.choice("hidden_act", ("silu",))
     names, shared = family.layers.experts, 0

@@ -67,7 +67,6 @@ class Family:
     layers: Features = Features()
     # Feature -> the flag of config.json that decides on it.
     flags: Mapping[str, str] = field(default_factory=dict[str, str])
-    unless_said: tuple[str, ...] = ()  # flags that are true where config.json has none
     # Which part of a head is rotated where config.json is silent; None: always the whole.
     rotary: float | None = None
     # Layers without rope: those that `no_rope_layers` names, or all without a window.
@@ -79,7 +78,6 @@ class Family:
     windows: Literal["", "flag", "all"] | int = ""
     local_theta: str = ""  # the field of rope's base in layers with a window; "": as in all others
     eps: str = "rms_norm_eps"
-    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of absent fields
     nested: bool = False  # the text model of several: config.json has it in `text_config`
     prefix: str = "model"  # of the layers' tensors
 
@@ -98,7 +96,6 @@ ALL_BIASES = BIASES | {"mlp_bias": "mlp_bias"}
 QK_NORM = Features(qk_norm=True)
 HYBRID = replace(QK_NORM, output_gate=True, centred=True, delta="flat")
 GLM = Features(interleaved=True, fused_gate_up=True)
-GLM_BIAS = QKV, ("attention_bias",)
 SANDWICH = NormNames(
     attention_out="post_self_attn_layernorm", feed_forward_out="post_mlp_layernorm"
 )
@@ -108,15 +105,9 @@ MIXTRAL = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 OUTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 QWEN_3_5 = Family("Qwen3.5 (dense, text)", HYBRID, BIASES, rotary=0.25)
 QWEN_3_5_MOE = Family(
-    "Qwen3.5 MoE (text)", replace(HYBRID, experts=SHARED_EXPERT), BIASES, rotary=0.25,
-    defaults={"intermediate_size": 512},  # no layer is dense
+    "Qwen3.5 MoE (text)", replace(HYBRID, experts=SHARED_EXPERT), BIASES, rotary=0.25
 )  # fmt: skip
-COMMAND_R: dict[str, Any] = {
-    "scales": "cohere", "eps": "layer_norm_eps",
-    "defaults": {
-        "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
+COMMAND_R: dict[str, Any] = {"scales": "cohere", "eps": "layer_norm_eps"}
 COHERE = Features(
     interleaved=True, layer_norm="plain", parallel=True,
     norms=NormNames(feed_forward_in=""),
@@ -128,16 +119,9 @@ GEMMA = Features(
         feed_forward_out="post_feedforward_layernorm",
     ),
 )  # fmt: skip
-GEMMA_DEFAULTS: dict[str, Any] = {
-    "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 4096,
-    "query_pre_attn_scalar": 256, "tie_word_embeddings": True, "eos_token_id": 1,
-}  # fmt: skip
 GEMMA_3 = Family(
     "Gemma 3 (text)", replace(GEMMA, qk_norm=True), BIASES,
     scales="gemma3", windows=6, local_theta="rope_local_base_freq",
-    defaults=GEMMA_DEFAULTS | {
-        "rope_theta": 1e6, "max_position_embeddings": 131_072, "vocab_size": 262_208,
-    },
 )  # fmt: skip
 
 # By `architectures[0]` of config.json.
@@ -148,7 +132,7 @@ FAMILIES: Mapping[str, Family] = {
         BIASES,
         still="global",
         windows=4,
-        **COMMAND_R | {"defaults": COMMAND_R["defaults"] | {"sliding_window": 4096}},
+        **COMMAND_R,
     ),
     "CohereForCausalLM": Family(
         "Command-R", COHERE, BIASES | {"head_norm": "use_qk_norm"}, **COMMAND_R
@@ -158,7 +142,6 @@ FAMILIES: Mapping[str, Family] = {
         Features(qk_norm=True, norms=OUTER),
         still="global",
         windows=4,
-        defaults={"sliding_window": 4096},
     ),
     "Gemma2ForCausalLM": Family(
         "Gemma 2",
@@ -166,19 +149,18 @@ FAMILIES: Mapping[str, Family] = {
         BIASES,
         scales="gemma2",
         windows=2,
-        defaults=GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
     "Gemma3ForCausalLM": GEMMA_3,
     "Gemma3ForConditionalGeneration": GEMMA_3.within("language_model.model"),
-    "Glm4ForCausalLM": Family("GLM-4-0414", replace(GLM, norms=SANDWICH), *GLM_BIAS, rotary=0.5),
-    "GlmForCausalLM": Family("GLM-4-chat-hf", GLM, *GLM_BIAS, rotary=0.5),
+    "Glm4ForCausalLM": Family("GLM-4-0414", replace(GLM, norms=SANDWICH), QKV, rotary=0.5),
+    "GlmForCausalLM": Family("GLM-4-chat-hf", GLM, QKV, rotary=0.5),
     "GraniteForCausalLM": Family("Granite 3", flags=ALL_BIASES, scales="granite"),
     # `qk_norm` is a field of derived checkpoints.
     "LlamaForCausalLM": Family("Llama 2 and 3", flags=ALL_BIASES | {"qk_norm": "qk_norm"}),
     # Qwen2's layers, and one that drafts.
     "MiMoForCausalLM": Family("MiMo-7B", Features(qkv_bias=True), windows="flag"),
-    "MinistralForCausalLM": Family("Ministral", windows="all", defaults={"sliding_window": 4096}),
-    "MistralForCausalLM": Family("Mistral", windows="all", defaults={"sliding_window": 4096}),
+    "MinistralForCausalLM": Family("Ministral", windows="all"),
+    "MistralForCausalLM": Family("Mistral", windows="all"),
     "MixtralForCausalLM": Family("Mixtral", Features(experts=MIXTRAL), windows="all"),
     "NemotronForCausalLM": Family(
         "Nemotron (dense)",
@@ -186,7 +168,6 @@ FAMILIES: Mapping[str, Family] = {
         ALL_BIASES,
         rotary=0.5,
         eps="norm_eps",
-        defaults={"norm_eps": 1e-5},
     ),
     "Olmo2ForCausalLM": Family("OLMo 2", Features(wide_qk_norm=True, norms=OUTER), BIASES),
     "Olmo3ForCausalLM": Family(
@@ -195,7 +176,6 @@ FAMILIES: Mapping[str, Family] = {
         BIASES,
         windows=4,
         local_theta="rope_theta",
-        defaults={"rope_theta": 5e5, "sliding_window": 4096},
     ),
     "Phi3ForCausalLM": Family(
         "Phi-3 and Phi-4", Features(fused_qkv=True, fused_gate_up=True), rotary=1.0, windows="all"
@@ -215,7 +195,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3_5ForCausalLM": QWEN_3_5,
     "Qwen3_5ForConditionalGeneration": QWEN_3_5.within("model.language_model"),
     "SeedOssForCausalLM": Family(
-        "Seed-OSS", Features(), ALL_BIASES | {"output_bias": "attention_out_bias"}, GLM_BIAS[1]
+        "Seed-OSS", Features(), ALL_BIASES | {"output_bias": "attention_out_bias"}
     ),
     "SmolLM3ForCausalLM": Family("SmolLM3", flags=ALL_BIASES, still="listed"),
 }

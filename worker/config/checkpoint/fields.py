@@ -11,22 +11,35 @@ from typing import Any, TypeGuard, cast
 
 from worker.errors import Unsupported, UserError
 
+CORRECT = "set it right, or take the file as published"
+POINTER = b"version https://git-lfs.github.com/spec/"  # so begins what Git LFS has not fetched
+AGAIN = "take it anew: hf download NAME --local-dir DIR fetches what is not whole"
+
 
 class Fields:
     """One JSON object of a file."""
 
-    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
+    def __init__(
+        self, path: Path, values: Mapping[str, Any], prefix: str = "", remedy: str = ""
+    ) -> None:
         self.path = path
         self.values = values
         self.prefix = prefix  # of its fields in complaints: "outer." for an object within the file
+        self.remedy = remedy  # what to take or set instead of a file that asks for too much
 
-    def error(self, field: str, problem: str) -> UserError:
-        """The field has a value that cannot be."""
-        return UserError(f"{self.path}: {self.prefix}{field}: {problem}", self.prefix + field)
+    def error(self, field: str, problem: str, remedy: str = CORRECT) -> UserError:
+        """The field has a value that cannot be; remedy: what to do about it."""
+        where = f"{self.path}: {self.prefix}{field}"
+        return UserError(f"{where}: {problem}; {remedy}", self.prefix + field)
 
-    def unsupported(self, field: str, problem: str) -> Unsupported:
-        """The field asks for something that we cannot compute."""
-        return Unsupported(f"{self.path}: {self.prefix}{field}: {problem}", self.prefix + field)
+    def unsupported(self, field: str, problem: str, remedy: str | None = None) -> Unsupported:
+        """The field asks for something that we cannot compute.
+
+        remedy: what to take or set instead; None: the file's own.
+        """
+        told = "; ".join(filter(None, (problem, self.remedy if remedy is None else remedy)))
+        where = f"{self.path}: {self.prefix}{field}"
+        return Unsupported(f"{where}: {told}", self.prefix + field)
 
     def get(self, *places: str) -> Any:
         """The value of the first place that has one, whatever its type; None if none has."""
@@ -61,17 +74,17 @@ class Fields:
     def inner(self, field: str) -> "Fields":
         """The object that the field holds, without fields if it is absent."""
         value = self._read([field], {}, "an object", lambda value: isinstance(value, dict))
-        return Fields(self.path, value, f"{self.prefix}{field}.")
+        return Fields(self.path, value, f"{self.prefix}{field}.", self.remedy)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "Fields":
         """The same, with a value for each of these that is absent; null stays null."""
-        return Fields(self.path, {**defaults, **self.values}, self.prefix)
+        return Fields(self.path, {**defaults, **self.values}, self.prefix, self.remedy)
 
-    def choice(self, field: str, supported: tuple[Any, ...]) -> None:
-        """Refuse a field that is none of `supported`; it may be absent."""
+    def choice(self, field: str, supported: tuple[Any, ...], remedy: str | None = None) -> None:
+        """Refuse a field that is none of `supported`, with a remedy; it may be absent."""
         if (value := self.get(field)) is not None and value not in supported:
             names = ", ".join(map(str, supported))
-            raise self.unsupported(field, f"{value!r}; supported: {names}")
+            raise self.unsupported(field, f"{value!r}; supported: {names}", remedy)
 
     def place(self, *places: str) -> "tuple[Fields, str]":
         """(object, field) of the first of `places` that has a value; of the last if none has.
@@ -114,18 +127,34 @@ def is_list(value: Any) -> TypeGuard[list[Any]]:
     return isinstance(value, list)
 
 
+def is_object(value: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether a field holds an object, of whatever fields."""
+    return isinstance(value, dict)
+
+
 def _is_integer(value: Any, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def read_fields(path: Path) -> "Fields":
-    """The JSON object in the file `path`; UserError if there is none."""
+def read_fields(path: Path, remedy: str = "") -> "Fields":
+    """The JSON object in the file `path`; UserError if there is none. remedy: see Fields."""
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as e:
-        raise UserError(f"{path}: no such file; is this a Hugging Face model directory?") from e
+    except OSError as e:
+        problem = "no such file" if isinstance(e, FileNotFoundError) else e.strerror
+        whole = "take a directory with a whole model, as from_pretrained of transformers reads it"
+        raise UserError(f"{path}: {problem}; {whole}") from e
     except ValueError as e:
-        raise UserError(f"{path}: not valid JSON: {e}") from e
+        raise UserError(f"{path}: {unreadable(path, f'not valid JSON: {e}')}") from e
     if not isinstance(values, dict):
-        raise UserError(f"{path}: must hold a JSON object, not a {type(values).__name__}")
-    return Fields(path, cast("dict[str, Any]", values))
+        problem = f"must hold a JSON object, not a {type(values).__name__}"
+        raise UserError(f"{path}: {problem}; {AGAIN}")
+    return Fields(path, cast("dict[str, Any]", values), remedy=remedy)
+
+
+def unreadable(path: Path, problem: str) -> str:
+    """What is wrong with a file that has such a problem, and what to do about it."""
+    with path.open("rb") as file:
+        if file.read(len(POINTER)) == POINTER:
+            return "a pointer of Git LFS, not the file; take that: git lfs pull, or hf download"
+    return f"{problem}; {AGAIN}"

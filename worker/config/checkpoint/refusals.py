@@ -48,7 +48,7 @@ NEEDED: dict[str, tuple[str, str]] = {
         "code of its own",
         f"take its conversion to Llama, if there is one, or {QWEN}",
     ),
-    "Bert|Roberta|T5|Classification|Embedding|RewardModel|MaskedLM": (
+    "Bert|Roberta|T5|Classification|Embedding|RewardModel|MaskedLM|Model$": (
         "another task than to continue a text", f"take a model ...ForCausalLM, as {QWEN}",
     ),
 }  # fmt: skip
@@ -62,27 +62,18 @@ def unknown_architecture(fields: Fields, name: str, supported: str) -> Unsupport
     field = "architectures"
     for pattern, (needs, instead) in NEEDED.items():
         if re.search(pattern, name):
-            text = f"{name!r} is not supported, for it needs {needs}; {instead}"
-            return fields.unsupported(field, f"{text}; supported: {supported}")
-    text = f"{name!r} is not supported; take a model of an architecture that is: {supported}"
-    return fields.unsupported(field, text)
+            text = f"{name!r} is not supported, for it needs {needs}"
+            return fields.unsupported(field, text, f"{instead}; supported: {supported}")
+    remedy = f"take a model of an architecture that is: {supported}"
+    return fields.unsupported(field, f"{name!r} is not supported", remedy)
 
 
 def window_remedy(window: int) -> str:
     """What can be done about layers that see so many keys only."""
     if not window:
-        return f"; {DENSE}"
+        return DENSE
     reason = "a window hides nothing in texts no longer than itself"
-    return f"; {reason}: set max_position_embeddings to {window} to serve those, or {DENSE}"
-
-
-def unread(fields: Fields) -> Unsupported:
-    """The error for a file whose `quantization_config` names no format that is read."""
-    method = fields.inner("quantization_config").get("quant_method")
-    kind = str(method or "quantized")
-    kind = kind.upper() if kind in ("fp8", "awq", "gptq", "mxfp4", "gguf") else kind
-    text = f"{kind} weights; {READ}: take {unquantized(fields.path)}"
-    return fields.unsupported("quantization_config", text)
+    return f"{reason}: set max_position_embeddings to {window} to serve those, or {DENSE}"
 
 
 def unquantized(path: Path) -> str:
@@ -101,11 +92,3 @@ def check_path(path: Path) -> None:
     if is_file or (is_empty and (any(path.glob("*.gguf")) or "-gguf" in str(path).lower())):
         text = f"{path} is a GGUF {'file' if is_file else 'model'}; {READ}"
         raise Unsupported(f"{text}: take {unquantized(path)}")
-
-
-def no_safetensors(path: Path) -> str:
-    """What to do in a directory without them."""
-    others = sorted(x.name for end in ("bin", "pt", "pth", "gguf") for x in path.glob(f"*.{end}"))
-    held = f", but {others[0]}" if others else ""
-    convert = "from_pretrained and save_pretrained of transformers write them"
-    return f"{path}: no *.safetensors file{held}; {READ}: {convert}"

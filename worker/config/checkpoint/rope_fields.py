@@ -44,11 +44,21 @@ def read_rope(fields: Fields, types: tuple[str, ...] = ROPE_TYPES, layers: str =
     """What `rope_parameters` says, or `rope_theta`, `rope_scaling` and `partial_rotary_factor`.
 
     layers: the type of layers whose rope it is, where `rope_parameters` has several. Raises
-    UserError for what is wrong there, Unsupported for other types than `types`.
+    UserError for what is wrong there, or said in both objects and not alike; Unsupported for other
+    types than `types`.
     """
-    name = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
+    held = [name for name in ("rope_parameters", "rope_scaling") if fields.inner(name).values]
+    first, *others = [_read(fields, name, types, layers) for name in held or ["rope_parameters"]]
+    if others and first != others[0]:
+        remedy = "remove the one that is not the model's, or take the file as published"
+        raise fields.error("rope_scaling", "differs from rope_parameters", remedy)
+    return first
+
+
+def _read(fields: Fields, name: str, types: tuple[str, ...], layers: str) -> Rope:
     inner = fields.inner(name)
-    inner = inner.inner(layers) if layers in inner.values else inner
+    is_shared = layers not in inner.values  # by layers of all types
+    inner = inner if is_shared else inner.inner(layers)
     theta = inner.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
     part = inner.get("partial_rotary_factor")
     part = fields.get("partial_rotary_factor") if part is None else part
@@ -60,17 +70,17 @@ def read_rope(fields: Fields, types: tuple[str, ...] = ROPE_TYPES, layers: str =
         raise fields.unsupported(name, problem)
     if kind == "default":
         return Rope(theta, None, part)
-    if kind == "longrope":
-        return Rope(theta, _longrope(fields, inner), part)
-    factor = inner.number("factor")
     if kind in ("linear", "dynamic"):
-        return Rope(theta, RopeScaling(kind, factor), part)
+        return Rope(theta, RopeScaling(kind, inner.number("factor")), part)
+    original = _original(fields, inner, is_shared=is_shared)
+    if kind == "longrope":
+        return Rope(theta, _longrope(fields, inner, original), part)
+    factor = inner.number("factor")
     if kind == "yarn":
-        return Rope(theta, _yarn(fields, inner, factor), part)
+        return Rope(theta, _yarn(inner, factor, original), part)
     low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
     if high <= low:
         raise inner.error("high_freq_factor", f"{high} must exceed low_freq_factor {low}")
-    original = inner.integer("original_max_position_embeddings")
     return Rope(theta, RopeScaling(kind, factor, low, high, original), part)
 
 
@@ -79,19 +89,29 @@ def read_local_rope(fields: Fields, layers: str, theta: str) -> Rope:
 
     theta: the field of its base, where files are older.
     """
-    if layers in fields.inner("rope_parameters").values:
+    parameters = fields.inner("rope_parameters")
+    if layers in parameters.values:
         return read_rope(fields, layers=layers)
+    if parameters.values and not any(isinstance(x, dict) for x in parameters.values.values()):
+        remedy = "set it to an object for each type of layers, as layer_types names them"
+        raise fields.error("rope_parameters", "is of all layers, whose ropes differ", remedy)
     return Rope(fields.number(theta, default=10000.0), None, None)
 
 
-def _original(fields: Fields, inner: Fields) -> int:
-    """For how many positions the model was trained before its rope was stretched."""
+def _original(fields: Fields, inner: Fields, *, is_shared: bool) -> int:
+    """For how many positions the model was trained before its rope was stretched.
+
+    Of a rope that all layers share, the file's own field counts before the object's, as in
+    transformers 5.24 (modeling_rope_utils.py, standardize_rope_params).
+    """
     field = "original_max_position_embeddings"
     longest = fields.integer("max_position_embeddings")
+    if is_shared and fields.get(field) is not None:
+        return fields.integer(field)
     return inner.integer(field, default=fields.integer(field, default=longest))
 
 
-def _yarn(fields: Fields, inner: Fields, factor: float) -> RopeScaling:
+def _yarn(inner: Fields, factor: float, original: int) -> RopeScaling:
     def grown(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
@@ -100,7 +120,7 @@ def _yarn(fields: Fields, inner: Fields, factor: float) -> RopeScaling:
     return RopeScaling(
         "yarn",
         factor,
-        original_max_position_embeddings=_original(fields, inner),
+        original_max_position_embeddings=original,
         attention_factor=inner.number("attention_factor", default=computed),
         beta_fast=inner.number("beta_fast", default=32.0),
         beta_slow=inner.number("beta_slow", default=1.0),
@@ -108,11 +128,10 @@ def _yarn(fields: Fields, inner: Fields, factor: float) -> RopeScaling:
     )
 
 
-def _longrope(fields: Fields, inner: Fields) -> RopeScaling:
+def _longrope(fields: Fields, inner: Fields, original: int) -> RopeScaling:
     for field in ("short_mscale", "long_mscale"):
         if inner.get(field) is not None:
             raise inner.unsupported(field, "cosines and sines scaled by length")
-    original = _original(fields, inner)
     longest = fields.integer("max_position_embeddings")
     factor = inner.number("factor", default=longest / original)
     computed = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0

@@ -4,10 +4,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from worker.config.checkpoint.class_defaults import with_class_defaults
 from worker.config.checkpoint.delta_shape import DELTA_BLOCK, DeltaShape, read_delta
 from worker.config.checkpoint.experts import ExpertShape, read_experts
 from worker.config.checkpoint.families import FAMILIES, Family, Features
 from worker.config.checkpoint.fields import Fields, is_list, read_fields
+from worker.config.checkpoint.foreign import check_kind
 from worker.config.checkpoint.mask import KEY_BLOCK, KeyMask
 from worker.config.checkpoint.quantization import Quantization, read_quantization
 from worker.config.checkpoint.refusals import DENSE, unknown_architecture
@@ -179,19 +181,22 @@ def read_model_shape(path: Path) -> ModelShape:
 
     Raises:
         UserError: a file is missing or no JSON object, or a field is missing or wrong; the message
-            names both. Unsupported if the model is well described but cannot be computed.
+            names both. Unsupported if the model is well described but cannot be computed, or
+            lies there in another form.
     """
-    outer = fields = read_fields(path / "config.json")
+    check_kind(path)
+    outer = fields = read_fields(path / "config.json", DENSE)
     architecture = read_architecture(fields)
     if architecture not in FAMILIES:
         raise unknown_architecture(fields, architecture, ", ".join(sorted(FAMILIES)))
     family = FAMILIES[architecture]
-    outer = fields = fields.with_defaults(family.defaults)
+    quantization = read_quantization(fields, *[fields.inner("text_config")] * family.nested)
+    outer = fields = with_class_defaults(fields, architecture)
     if family.nested:
         dtype, fields = fields.get("dtype", "torch_dtype"), fields.inner("text_config")
         if fields.get("dtype", "torch_dtype") is None:
             fields = fields.with_defaults({"dtype": dtype})
-        fields = fields.with_defaults(family.defaults)
+        fields = with_class_defaults(fields, architecture)
     refuse_what_we_cannot_compute(fields, family)
     windows = () if family.layers.delta else read_windows(fields, family)
     asked = sorted({*family.flags.values()})
@@ -205,7 +210,7 @@ def read_model_shape(path: Path) -> ModelShape:
         num_layers=fields.integer("num_hidden_layers"),
         vocab_size=fields.integer("vocab_size"),
         tie_word_embeddings=(outer if family.nested else fields).flag("tie_word_embeddings"),
-        flags=tuple(x for x in asked if fields.flag(x, default=x in family.unless_said)),
+        flags=tuple(x for x in asked if fields.flag(x)),
         scales=_read_scales(fields, family.scales),
         is_still=_read_still(fields, family, windows),
         windows=windows,
@@ -214,7 +219,7 @@ def read_model_shape(path: Path) -> ModelShape:
         ),
         max_position_embeddings=_longest(fields, family),
         eos_token_ids=_eos_token_ids(fields, *[outer] * family.nested, generates),
-        quantization=read_quantization(outer) or read_quantization(fields),
+        quantization=quantization,
         penalizes=(generates.get("repetition_penalty") or 1) != 1,  # routers check the value
     )
 
@@ -231,7 +236,8 @@ def read_architecture(fields: Fields) -> str:
     """The one name in `architectures`, whether or not we know it."""
     names = fields.get("architectures")
     if not is_list(names) or len(names) != 1 or not isinstance(names[0], str):
-        raise fields.error("architectures", f"must be a list of one name, not {names!r}")
+        problem = f"must be a list of one name, not {names!r}"
+        raise fields.error("architectures", problem, 'set it to the class, as ["LlamaForCausalLM"]')
     return names[0]
 
 
@@ -240,13 +246,11 @@ def refuse_what_we_cannot_compute(fields: Fields, family: Family = NOBODYS) -> N
     activation = family.layers.activation
     for name in ("hidden_act", "hidden_activation"):
         if fields.get(name) not in (None, activation):
-            problem = f"{fields.get(name)!r}; supported: {activation}"
-            raise fields.unsupported(name, problem)
+            raise fields.unsupported(name, f"{fields.get(name)!r}; supported: {activation}")
     if fields.flag("mlp_bias") and "mlp_bias" not in family.flags:
         raise fields.unsupported("mlp_bias", "a bias in the feed-forward block")
     if fields.flag("use_bidirectional_attention"):
-        raise fields.unsupported("use_bidirectional_attention", f"it embeds texts; {DENSE}")
-    read_quantization(fields)
+        raise fields.unsupported("use_bidirectional_attention", "it embeds texts", DENSE)
 
 
 def _read_scales(fields: Fields, whose: str) -> Scales:
@@ -325,7 +329,7 @@ def read_layer_shape(
 def read_dtype(fields: Fields) -> str:
     """The checkpoint's dtype, one of DTYPES."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
-    fields.choice(name, DTYPES)
+    fields.choice(name, DTYPES, "set it to that of norms and embeddings")
     return fields.get(name) or DTYPES[0]
 
 

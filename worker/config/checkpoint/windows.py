@@ -47,9 +47,9 @@ def refuse_other_kinds(fields: Fields, known: Collection[str], window: int) -> N
     """Refuse layers of other types than `known`."""
     kinds = fields.get("layer_types")
     if others := {*map(str, kinds if is_list(kinds) else ())} - {*known}:
-        remedy = window_remedy(window) if others == {SLIDING} else f"; {DENSE}"
-        problem = f"layers of type {', '.join(sorted(others))}{remedy}"
-        raise fields.unsupported("layer_types", problem)
+        remedy = window_remedy(window) if others == {SLIDING} else DENSE
+        problem = f"layers of type {', '.join(sorted(others))}"
+        raise fields.unsupported("layer_types", problem, remedy)
 
 
 def refuse_windows(fields: Fields, longest: int = 0) -> None:
@@ -57,6 +57,8 @@ def refuse_windows(fields: Fields, longest: int = 0) -> None:
     window = fields.integer("sliding_window", default=0, least=0)
     sees_all = 0 < longest <= window
     refuse_other_kinds(fields, {FULL, SLIDING} if sees_all else {FULL}, window)
-    if fields.get("layer_types") is None and fields.flag("use_sliding_window") and not sees_all:
-        problem = f"sliding-window attention{window_remedy(window)}"
-        raise fields.unsupported("use_sliding_window", problem)
+    slides = fields.flag("use_sliding_window") and (window or not longest)
+    if fields.get("layer_types") is None and slides and not sees_all:
+        raise fields.unsupported(
+            "use_sliding_window", "sliding-window attention", window_remedy(window)
+        )

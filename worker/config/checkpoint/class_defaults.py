@@ -1,0 +1,85 @@
+"""What a field that config.json leaves out means: its class's default, by architecture.
+
+Facts of transformers 5.24 (models/*/configuration_*.py), which tests compare; MiMo's class extends
+Qwen2's. No default has what says which model it is: hidden_size, intermediate_size of dense ones,
+num_hidden_layers. Nor has eos_token_id, but for Gemma's: the class's would be an id of another
+vocabulary than the tokenizer's. Free of torch.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from worker.config.checkpoint.fields import Fields
+
+NUM_EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"  # names of one field
+
+_COLUMNS = (
+    "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings",
+)  # fmt: skip
+# None: it follows from other fields.
+_ROWS: Mapping[str, tuple[int | float | bool | None, ...]] = {
+    "Cohere": (64, None, None, 256_000, 8_192, None, 5e5, True),
+    "Cohere2": (64, None, None, 256_000, 8_192, None, 1e4, True),
+    "Exaone4": (32, 32, None, 102_400, 2_048, 1e-5, 1e4, False),
+    "Gemma2": (8, 4, 256, 256_000, 8_192, 1e-6, 1e4, True),
+    "Gemma3": (8, 4, 256, 262_208, 131_072, 1e-6, 1e6, True),
+    "Glm": (32, 2, 128, 151_552, 131_072, 1.5625e-7, 1e4, False),
+    "Granite": (32, None, None, 32_000, 2_048, 1e-6, 1e4, False),
+    "Llama": (32, None, None, 32_000, 2_048, 1e-6, 1e4, False),
+    "Mistral": (32, 8, None, 32_000, 131_072, 1e-6, 1e4, False),
+    "Mixtral": (32, 8, None, 32_000, 131_072, 1e-5, 1e6, False),
+    "Nemotron": (48, None, None, 256_000, 4_096, None, 1e4, False),
+    "Olmo2": (32, None, None, 50_304, 2_048, 1e-5, 1e4, False),
+    "Olmo3": (32, None, None, 50_304, 2_048, 1e-5, 5e5, False),
+    "Phi3": (32, None, None, 32_064, 4_096, 1e-5, 1e4, False),
+    "Qwen2": (32, 32, None, 151_936, 32_768, 1e-6, 1e4, False),
+    "Qwen3": (32, 32, 128, 151_936, 32_768, 1e-6, 1e4, False),
+    "Qwen3Moe": (32, 4, None, 151_936, 32_768, 1e-6, 1e4, False),
+    "Qwen3Next": (16, 2, 256, 151_936, 32_768, 1e-6, 1e4, False),
+    "Qwen3_5": (16, 4, 256, 248_320, 32_768, 1e-6, 1e4, False),
+    "Qwen3_5Moe": (16, 2, 256, 248_320, 32_768, 1e-6, 1e4, False),
+    "SeedOss": (80, 8, 128, 155_136, 524_288, 1e-6, 1e4, False),
+    "SmolLM3": (16, 4, None, 128_256, 32_768, 1e-6, 2e6, True),
+}
+_SAME = {"Glm4": "Glm", "MiMo": "Qwen2", "Ministral": "Mistral"}
+_COHERE = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625}
+_GEMMA = {"sliding_window": 4_096, "query_pre_attn_scalar": 256, "eos_token_id": 1}
+_HYBRID_MOE = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+_OTHERS: Mapping[str, Mapping[str, Any]] = {
+    "Cohere": _COHERE,
+    "Cohere2": _COHERE | {"sliding_window": 4_096},
+    "Exaone4": {"sliding_window": 4_096},
+    "Gemma2": _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "Gemma3": _GEMMA,
+    "Glm": {"attention_bias": True},
+    "Mistral": {"sliding_window": 4_096},
+    "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "Nemotron": {"norm_eps": 1e-5},
+    "Olmo3": {"sliding_window": 4_096},
+    "Phi3": {"original_max_position_embeddings": 4_096},
+    "Qwen2": {"sliding_window": 4_096},
+    "Qwen3": {"sliding_window": 4_096},
+    "Qwen3Moe": {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "sliding_window": 4_096,
+    },
+    "Qwen3Next": _HYBRID_MOE | {"num_experts": 512, "num_experts_per_tok": 10},
+    # No layer is dense.
+    "Qwen3_5Moe": _HYBRID_MOE
+    | {"num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 512},
+    "SeedOss": {"attention_bias": True},
+}
+
+
+def with_class_defaults(fields: Fields, architecture: str) -> Fields:
+    """With what is absent, of an architecture that is served."""
+    name = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
+    name = _SAME.get(name, name)
+    held: dict[str, Any] = dict(zip(_COLUMNS, _ROWS[name], strict=True))
+    held |= _OTHERS.get(name, {})
+    said = {*NUM_EXPERTS} if fields.get(*NUM_EXPERTS) is not None else ()
+    defaults = {x: value for x, value in held.items() if value is not None and x not in said}
+    return fields.with_defaults(defaults)
