@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from worker.config.checkpoint.refusals import no_safetensors
 from worker.errors import UserError
+from worker.weights.stacks import is_stack
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -69,7 +70,7 @@ def count_weights(path: Path) -> tuple[int, int]:
                 shape = reader.get_slice(name).get_shape()
                 in_layer = ".layers." in name and name.endswith(".weight")
                 alone = name.endswith("gate.weight") or ".in_proj_" in name
-                if len(shape) == 2 and in_layer and not alone:
+                if (len(shape) == 2 and in_layer and not alone) or is_stack(name):
                     matrices += math.prod(shape)
                 elif not name.endswith(("_scale", "_scale_inv")):
                     others += math.prod(shape)
