@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from worker.config.checkpoint.experts import read_experts
+from worker.config.checkpoint.families import FAMILIES
 from worker.config.checkpoint.fields import Fields, read_fields
 from worker.config.checkpoint.shape import (
     ModelShape,
@@ -19,7 +21,10 @@ from worker.config.checkpoint.shape import (
 )
 from worker.config.checkpoint.windows import refuse_windows
 from worker.drafts.draft_forms import DRAFTS, FORMS, HYBRID_ROPE, MISSING, ROPE, Form, Rules
+from worker.drafts.silent_fields import is_silent
 from worker.weights.files import tensor_names
+
+OTHERS = "take another drafter of this target, or set spec.drafter to ngram"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,7 @@ class DrafterFile:
 
     @classmethod
     def open(cls, path: Path, drafter: str, target: ModelShape) -> "DrafterFile":
-        """Read the file of directory `path`.
+        """Read the file of directory `path`; drafter: as spec.drafter.
 
         Raises UserError if it is broken; Unsupported if it is no `drafter`, or has unknown
         fields or values that we do not compute.
@@ -44,9 +49,18 @@ class DrafterFile:
         if (name := fields.get(field)) is None:
             field, name = "architectures", read_architecture(fields)
         form = FORMS[field].get(str(name))
+        if drafter == "mtp":
+            if form is None or form.kind != "mtp":
+                known = ", ".join(n for n, form in FORMS[field].items() if form.kind == "mtp")
+                text = f"{name!r} has no layer that drafts, of a form that we know; known: {known}"
+                raise fields.unsupported(field, f"{text}; {OTHERS}")
+            drafter = form.drafter
         if form is None:
             if part := _missing_part(str(name)):
-                raise fields.unsupported(field, f"a drafter of {name} needs {part}")
+                text = f"a drafter of {name} needs {part}; {OTHERS}"
+                if target.architecture in FORMS["architectures"]:
+                    text += ", or mtp, the target's own layer"
+                raise fields.unsupported(field, text)
             known = ", ".join(n for n, form in FORMS[field].items() if form.drafter == drafter)
             raise fields.unsupported(field, f"{name!r} is no {drafter} drafter; supported: {known}")
         if form.drafter != drafter:
@@ -54,7 +68,9 @@ class DrafterFile:
                 field, f"{name!r} drafts {DRAFTS[form.drafter]}: set spec.drafter to {form.drafter}"
             )
         layer = fields.inner(form.layer) if form.layer else fields
-        architecture = name if layer is fields else f"speculators' {name}"
+        if name in FAMILIES:
+            layer = layer.with_defaults(FAMILIES[name].defaults)
+        architecture = name if field == "architectures" else f"speculators' {name}"
         file = cls(path, fields, layer, form, architecture, target)
         fields.inner("speculators_config").choice("algorithm", (name,))
         for place, rules in form.objects.items():
@@ -94,12 +110,26 @@ class DrafterFile:
         flags = {ours: self._flag(place) for ours, place in self.form.flags.items()}
         if layer.get("model_type") == "qwen3" and self.form.flags["qk_norm"] is not False:
             flags["qk_norm"] = True
-        return read_layer_shape(layer, rotary=0.25 if hybrid else None) | flags | {
+        return read_layer_shape(layer, rotary=0.25 if hybrid else None) | flags | self._own() | {
             "architecture": self.architecture,
             "vocab_size": vocab_size,
             "target_vocab_size": target.vocab_size,
             "target_hidden_size": target.hidden_size,
         }  # fmt: skip
+
+    def _own(self) -> dict[str, Any]:
+        """What the layer has as the target's others have it, in whose files it is."""
+        if self.form.kind != "mtp":
+            return {}
+        family, experts = FAMILIES[self.architecture], None
+        if family.layers.experts:
+            experts = read_experts(self.layer, family).get("experts")
+        tensors = tensor_names(self.path)
+        router = f"{self.form.parts['layer']}{self.form.parts['feed_forward']}.gate.weight"
+        # Files say by their tensors whether this one has experts, where not all of the others do.
+        is_sparse = router in tensors if tensors else all(self.target.is_sparse)
+        own = experts if is_sparse else None
+        return {"quantization": self.target.quantization, "experts": own}
 
     def _holder(self, field: str) -> Fields:
         """The object in which the form has the field."""
@@ -171,12 +201,13 @@ class DrafterFile:
 
 def _check(where: Fields, rules: Rules) -> None:
     for field, value in where.values.items():
-        if value is None:
+        if value is None or (field not in rules and is_silent(field)):
             continue
         if field not in rules:
             if part := _missing_part(field):
                 raise where.unsupported(field, f"{value!r} asks for {part}")
-            raise where.unsupported(field, f"an unknown field, of value {value!r}")
+            text = f"an unknown field, of value {value!r}: what a layer computes may follow from it"
+            raise where.unsupported(field, f"{text}; take it out of the file if it does not")
         if (supported := rules[field]) is not None:
             where.choice(field, supported)
 
