@@ -303,7 +303,7 @@ def test_an_mtp_layer_is_worth_what_its_files_are(left: tuple[str, ...], monkeyp
 WITH_MTP = {"drafter": "mtp", "widths": [4]}
 
 
-@pytest.mark.parametrize("way", ["pulled, two ranks, ngram", *in_whole(("here",), ("preempted",))])
+@pytest.mark.parametrize("way", ["here", *in_whole(("pulled, two ranks, ngram",), ("preempted",))])
 @pytest.mark.parametrize("left", [LEFT[0], *in_whole(*((each,) for each in LEFT[1:]))], ids=len)
 def test_an_mtp_layer_in_eight_bits_changes_nothing(left: tuple[str, ...], way: str) -> None:
     path, how = with_mtp(*left), WAYS[way] | {"max_prefill_tokens": 64}

@@ -64,7 +64,7 @@ def expected(*, sparse: bool = False) -> list[list[int]]:
     pages=("few", *more("enough")),
     num_groups=(2, *more(1)),
     ranks=((1, 2), (2, 1), *more((1, 1), (2, 2))),
-    experts=("none", "tensor", "expert"),
+    experts=(True, *more(False)),
 )
 def test_whatever_serves_a_request_changes_nothing(
     place,
@@ -80,13 +80,13 @@ def test_whatever_serves_a_request_changes_nothing(
 ) -> None:
     """ranks: of the prefill worker, of the decode worker. mtp: the model's own layer.
 
-    experts: how ranks divide those of each layer, that of the drafter too.
+    experts: whether there are some, in the drafter too. Ranks have whole ones where prefill draws,
+    parts elsewhere.
     """
     chunks = {} if max_prefill_tokens is None else {"max_prefill_tokens": max_prefill_tokens}
-    sparse, wanted = experts != "none", expected(sparse=experts != "none")
-    config = of_model(sections(place, **chunks), sparse=sparse)
-    config["engine"] |= {"experts": experts} if sparse else {}
+    wanted, config = expected(sparse=experts), of_model(sections(place, **chunks), sparse=experts)
     config["disaggregation"]["first_token"] = first_token
+    config["engine"]["experts"] = "expert" if first_token == "prefill" else "tensor"
     config["kv"]["num_groups"] = num_groups
     config["spec"] = {"overlap": overlap}
     if widths != (1,):

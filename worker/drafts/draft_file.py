@@ -5,7 +5,7 @@ is a value that we do not compute, or a field with two readings.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class DrafterFile:
     form: Form
     architecture: str
     target: ModelShape
+    tensors: Set[str]  # of the weight files, if there are any
 
     @classmethod
     def open(cls, path: Path, drafter: str, target: ModelShape) -> "DrafterFile":
@@ -71,7 +72,7 @@ class DrafterFile:
         if name in FAMILIES:
             layer = layer.with_defaults(FAMILIES[name].defaults)
         architecture = name if field == "architectures" else f"speculators' {name}"
-        file = cls(path, fields, layer, form, architecture, target)
+        file = cls(path, fields, layer, form, architecture, target, tensor_names(path))
         fields.inner("speculators_config").choice("algorithm", (name,))
         for place, rules in form.objects.items():
             _check(fields.inner(place) if place else fields, rules)
@@ -124,10 +125,9 @@ class DrafterFile:
         family, experts = FAMILIES[self.architecture], None
         if family.layers.experts:
             experts = read_experts(self.layer, family).get("experts")
-        tensors = tensor_names(self.path)
         router = f"{self.form.parts['layer']}{self.form.parts['feed_forward']}.gate.weight"
         # Files say by their tensors whether this one has experts, where not all of the others do.
-        is_sparse = router in tensors if tensors else all(self.target.is_sparse)
+        is_sparse = router in self.tensors if self.tensors else all(self.target.is_sparse)
         own = experts if is_sparse else None
         return {"quantization": self.target.quantization, "experts": own}
 
@@ -142,7 +142,7 @@ class DrafterFile:
 
     def names(self, shape: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, str]:
         """Where the form's parts, but for `without`, stand in the weight files, if any."""
-        tensors = tensor_names(self.path)
+        tensors = self.tensors
         narrow = shape["hidden_size"] != shape["target_hidden_size"]
         reduced = shape["vocab_size"] != shape["target_vocab_size"]
         needed = {"embedding": narrow, "head": narrow or reduced, "d2t": reduced}

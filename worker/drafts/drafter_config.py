@@ -12,7 +12,6 @@ from worker.config.checkpoint.windows import FULL, SLIDING
 from worker.drafts.draft_file import DrafterFile
 from worker.drafts.drafter_shape import ChainShape, DFlashShape, DrafterShape
 from worker.errors import Unsupported, UserError
-from worker.weights.files import tensor_names
 
 IDS, FUSES = "eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"
 
@@ -63,8 +62,7 @@ def _check_depth(file: DrafterFile) -> None:
         if layer.get(name) is not None and (number := layer.integer(name, least=0)) != 1:
             text = f"{number}; supported: 1" if number else f"0: no layer drafts; {remedy}"
             raise layer.unsupported(name, text)
-    at = file.form.parts["layer"]
-    tensors = tensor_names(file.path)
+    at, tensors = file.form.parts["layer"], file.tensors
     if tensors and not any(name.startswith(f"{at}.") for name in tensors):
         text = f"{file.path}: no tensor is named {at}.*, so no layer drafts"
         raise Unsupported(f"{text}; {remedy}", "spec.drafter")

@@ -161,13 +161,14 @@ def _check_drafter(model: ModelConfig, spec: SpecConfig, target: ModelShape, ran
         raise UserError(f"spec.path: there is no directory {directory}", "spec.path")
     try:
         shape = READERS[spec.drafter](directory, target)
-        if model.load_format == "safetensors":
+        if model.load_format == "safetensors" and directory != model.directory:
             check_weights(directory)
     except UserError as error:
-        field, unset = "spec.path", " (spec.path is not set, so this is the model's own directory)"
+        field, unset = "spec.path", ""
         if spec.drafter == "mtp":
             field = "spec.drafter"
-        unset = "" if spec.path or field == "spec.drafter" else unset
+        elif not spec.path:
+            unset = " (spec.path is not set, so this is the model's own directory)"
         raise type(error)(f"{field}: {error}{unset}", field) from error
     check_block(spec, shape)
     try:
