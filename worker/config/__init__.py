@@ -49,15 +49,17 @@ def log_choice(path: str, value: object, why: str) -> None:
 
 TINY = "tiny"  # a model that comes with kvlane; its drafters are "tiny-chain", "tiny-dflash"
 KV_DTYPES = dict.fromkeys(("fp8", "fp8_e4m3"), "float8_e4m3fn")  # what others call it
-BUNDLED = (TINY, "tiny-hybrid", "tiny-moe")  # the second has a drafter, an MTP layer, in its files
+# The second and the fourth have a drafter in their files, an MTP layer.
+BUNDLED = (TINY, "tiny-hybrid", "tiny-moe", "tiny-hybrid-moe")
 
 
 class ModelConfig(Section):
     """Which weights are served, and under which name."""
 
     path: str = TINY
-    """The bundled "tiny", "tiny-hybrid" or "tiny-moe", a Hugging Face model directory, or a model's
-    name on the hub, as "Qwen/Qwen3-0.6B", which `serve` downloads before it starts Ray."""
+    """The bundled "tiny", "tiny-hybrid", "tiny-moe" or "tiny-hybrid-moe", a Hugging Face model
+    directory, or a model's name on the hub, as "Qwen/Qwen3-0.6B", which `serve` downloads before it
+    starts Ray."""
     revision: str = ""
     """Branch, tag or commit of a model on the hub; empty: its main branch."""
     served_name: str = ""

@@ -14,6 +14,7 @@ from worker.config.checkpoint.foreign import ASIDE, no_safetensors
 from worker.config.checkpoint.quantization import WEIGHT_SCALES
 from worker.config.checkpoint.refusals import READ, unquantized
 from worker.errors import Unsupported, UserError
+from worker.weights.stacks import is_stack
 
 INDEX_NAME, WHOLE = "model.safetensors.index.json", "model.safetensors"
 PART = re.compile(r"(?P<stem>.+)-\d+-of-(?P<count>\d+)\.safetensors")  # of several files
@@ -159,7 +160,7 @@ def count_weights(path: Path) -> tuple[int, int]:
                 shape = reader.get_slice(name).get_shape()
                 in_layer = ".layers." in name and name.endswith(".weight")
                 alone = name.endswith("gate.weight") or ".in_proj_" in name
-                if len(shape) == 2 and in_layer and not alone:
+                if (len(shape) == 2 and in_layer and not alone) or is_stack(name):
                     matrices += math.prod(shape)
                 elif not name.endswith(("_scale", "_scale_inv")):
                     others += math.prod(shape)

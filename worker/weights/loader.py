@@ -21,6 +21,7 @@ from worker.weights.formats import Readings
 from worker.weights.plain import PLAIN
 from worker.weights.scaled_files import KV_SCALES
 from worker.weights.shard import VALUES, Key, Shard
+from worker.weights.stacks import is_stack, of_stack
 
 log = logging.getLogger("kvlane.weights")
 
@@ -99,15 +100,24 @@ def _tensors(
     try:
         with safe_open(file, framework="pt", device="cpu") as reader:
             for name in reader.keys():  # noqa: SIM118 - not a mapping
-                if (tensor := readings.tensor_of(name)) not in keys:
-                    yield Key(name), None
-                    continue
-                stored = readings.opened(name, reader.get_slice(name))
-                for key in keys[tensor]:
-                    yield key, _part(f"{file}: {name}", stored, key.role, shards[key])
+                for matrix, slices in _matrices(file, name, reader.get_slice(name)).items():
+                    if (tensor := readings.tensor_of(matrix)) not in keys:
+                        yield Key(matrix), None
+                        continue
+                    stored = readings.opened(matrix, slices)
+                    for key in keys[tensor]:
+                        yield key, _part(f"{file}: {matrix}", stored, key.role, shards[key])
     except SafetensorError as e:
         problem = unreadable(file, f"not a readable safetensors file: {e}")
         raise UserError(f"{file}: {problem}") from e
+
+
+def _matrices(file: Path, name: str, stored: Any) -> Mapping[str, Any]:
+    """What slices each of the tensors that the file's tensor holds, by name; mostly itself."""
+    try:
+        return of_stack(name, stored) if is_stack(name) else {name: stored}
+    except UserError as e:
+        raise UserError(f"{file}: {e}") from None
 
 
 def _part(place: str, stored: Any, role: str, shard: Shard) -> Tensor:
