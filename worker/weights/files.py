@@ -1,4 +1,7 @@
-"""The weight files of a model directory, and whether they are whole. Free of torch."""
+"""The weight files of a model directory, and whether they are whole. Free of torch.
+
+Those of a GGUF model are the files that worker.config.gguf.directory links to.
+"""
 
 import json
 import math
@@ -7,8 +10,13 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from worker.config.checkpoint.fields import read_fields
 from worker.config.checkpoint.refusals import no_safetensors
+from worker.config.checkpoint.shape import read_architecture
+from worker.config.gguf.directory import LINKS
+from worker.config.gguf.file import check_tensors, read_header
 from worker.errors import UserError
+from worker.weights.gguf_names import tensors_of
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -19,7 +27,7 @@ def weight_files(path: Path) -> list[Path]:
     if index.exists():
         files = [path / name for name in sorted(set(_weight_map(index).values()))]
     else:
-        files = sorted(path.glob("*.safetensors"))
+        files = sorted(path.glob("*.safetensors")) or sorted((path / LINKS).glob("*.gguf"))
     absent = [file.name for file in files if not file.exists()]
     if absent:
         raise UserError(f"{index} names files that are not there: {listed(absent)}")
@@ -28,12 +36,21 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
+def is_gguf(file: Path) -> bool:
+    """Whether a weight file is one."""
+    return file.parent.name == LINKS
+
+
 def check_weights(path: Path) -> None:
     """Compare the weight files with their own headers and with the index; reads no weights.
 
-    Raises UserError if a file is missing, cut short or broken, or lacks tensors of the index.
+    Raises UserError if a file is missing, cut short or broken, or lacks tensors of the index;
+    Unsupported for tensors of a GGUF file that are not read.
     """
-    held = tensor_names(path, weight_files(path))
+    files = weight_files(path)
+    held = tensor_names(path, files)
+    for file in filter(is_gguf, files):
+        check_tensors(read_header(file))
     index = path / INDEX_NAME
     if index.exists() and (missing := sorted(set(_weight_map(index)) - held)):
         raise UserError(f"{index} names tensors that are in no file: {listed(missing)}")
@@ -46,14 +63,7 @@ def tensor_names(path: Path, files: Sequence[Path] | None = None) -> set[str]:
     """
     if files is None:
         files = weight_files(path) if any(path.glob("*.safetensors")) else ()
-    held: set[str] = set()
-    for file in files:
-        try:  # compares the file's size with its header
-            with safe_open(file, framework="numpy") as reader:
-                held.update(reader.keys())
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{file}: cut short or not a safetensors file: {error}") from error
-    return held
+    return {name for file in files for name in _shapes(file)}
 
 
 def count_weights(path: Path) -> tuple[int, int]:
@@ -64,16 +74,27 @@ def count_weights(path: Path) -> tuple[int, int]:
     """
     matrices = others = 0
     for file in weight_files(path):
-        with safe_open(file, framework="numpy") as reader:
-            for name in reader.keys():  # noqa: SIM118 - not a mapping
-                shape = reader.get_slice(name).get_shape()
-                in_layer = ".layers." in name and name.endswith(".weight")
-                alone = name.endswith("gate.weight") or ".in_proj_" in name
-                if len(shape) == 2 and in_layer and not alone:
-                    matrices += math.prod(shape)
-                elif not name.endswith(("_scale", "_scale_inv")):
-                    others += math.prod(shape)
+        for name, shape in _shapes(file).items():
+            in_layer = ".layers." in name and name.endswith(".weight")
+            alone = name.endswith("gate.weight") or ".in_proj_" in name
+            if len(shape) == 2 and in_layer and not alone:
+                matrices += math.prod(shape)
+            elif not name.endswith(("_scale", "_scale_inv")):
+                others += math.prod(shape)
     return matrices, others
+
+
+def _shapes(file: Path) -> dict[str, Sequence[int]]:
+    """Of each tensor; raises as `tensor_names`."""
+    if is_gguf(file):
+        architecture = read_architecture(read_fields(file.parents[1] / "config.json"))
+        return {name: each.shape for name, each in tensors_of(file, architecture).items()}
+    try:  # compares the file's size with its header
+        with safe_open(file, framework="numpy") as reader:
+            names: list[str] = reader.keys()
+            return {name: reader.get_slice(name).get_shape() for name in names}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file}: cut short or not a safetensors file: {error}") from error
 
 
 def listed(names: Sequence[str]) -> str:

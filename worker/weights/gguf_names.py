@@ -1,0 +1,53 @@
+"""The tensors of a GGUF file under the names of the checkpoint that it was made from.
+
+Free of torch.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from worker.config.checkpoint.families import FAMILIES
+from worker.config.gguf.file import Stored, read_header
+from worker.config.gguf.model import ROPE_FACTORS
+from worker.errors import Unsupported
+
+OUTER = {"token_embd": "embed_tokens", "output_norm": "norm"}
+INNER = {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+NOT_WEIGHTS = (ROPE_FACTORS,)  # they are part of config.json
+
+
+def tensors_of(file: Path, architecture: str) -> dict[str, Stored]:
+    """By the checkpoint's names; architecture: of config.json.
+
+    Raises as `read_header`, and Unsupported for a tensor that no such model has.
+    """
+    norms = FAMILIES[architecture].layers.norms
+    inner = INNER | {
+        "attn_norm": norms.attention_in, "post_attention_norm": norms.attention_out,
+        "ffn_norm": norms.feed_forward_in, "post_ffw_norm": norms.feed_forward_out,
+    }  # fmt: skip
+    found = read_header(file).tensors
+    return {
+        _name(file, name, inner): stored
+        for name, stored in found.items()
+        if name not in NOT_WEIGHTS
+    }
+
+
+def _name(file: Path, name: str, inner: Mapping[str, str]) -> str:
+    stem, _, end = name.rpartition(".")
+    if stem == "output":
+        return f"lm_head.{end}"
+    if module := OUTER.get(stem):
+        return f"model.{module}.{end}"
+    block, _, rest = stem.partition(".")
+    number, _, rest = rest.partition(".")
+    if block != "blk" or not inner.get(rest):
+        text = f"{name}: a tensor that this architecture does not have here"
+        raise Unsupported(f"{file}: {text}: take the safetensors that the file was made from")
+    return f"model.layers.{number}.{inner[rest]}.{end}"
