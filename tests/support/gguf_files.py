@@ -169,6 +169,36 @@ def write_model(
             kind = next((k for end, k in kinds.items() if name.endswith(f"{end}.weight")), "F32")
         kind = kind if values.ndim > 1 else "F32"
         writer.add_tensor(name, stored(values, kind), raw_dtype=Kind[kind])
+    finish(writer)
+
+
+def write_words(
+    file: Path,
+    words: Words,
+    architecture: str = "llama",
+    keys: Mapping[str, Any] | None = None,
+    kind: str = "F32",
+    **of_writer: Any,
+) -> Path:
+    """A vocabulary with no layer of a model: what is read before weights are is all there.
+
+    keys: with other ones, or ones that are None left out; kind: of the embeddings.
+    """
+    writer = gguf.GGUFWriter(file, architecture, **of_writer)
+    known = {
+        "block_count": 1, "context_length": 64, "embedding_length": 32, "feed_forward_length": 32,
+        "attention.head_count": 1, "attention.layer_norm_rms_epsilon": 1e-5,
+    }  # fmt: skip
+    found = {f"{architecture}.{key}": value for key, value in known.items()} | dict(keys or {})
+    put(writer, {key: value for key, value in found.items() if value is not None})
+    words.add_to(writer)
+    rows = np.zeros((len(words.tokens), 32), np.float32)
+    writer.add_tensor("token_embd.weight", stored(rows, kind), raw_dtype=Kind[kind])
+    finish(writer)
+    return file
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

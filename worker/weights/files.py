@@ -1,6 +1,6 @@
 """The weight files of a model directory, and whether they are whole. Free of torch.
 
-Those of a GGUF model are the files that worker.config.gguf.directory links to.
+Those of a GGUF model are files that worker.config.gguf.directory has checked and links to.
 """
 
 import json
@@ -14,9 +14,9 @@ from worker.config.checkpoint.fields import read_fields
 from worker.config.checkpoint.refusals import no_safetensors
 from worker.config.checkpoint.shape import read_architecture
 from worker.config.gguf.directory import LINKS
-from worker.config.gguf.file import check_tensors, read_header
+from worker.config.gguf.file import read_header
+from worker.config.gguf.tensors import tensors_of
 from worker.errors import UserError
-from worker.weights.gguf_names import tensors_of
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -44,13 +44,9 @@ def is_gguf(file: Path) -> bool:
 def check_weights(path: Path) -> None:
     """Compare the weight files with their own headers and with the index; reads no weights.
 
-    Raises UserError if a file is missing, cut short or broken, or lacks tensors of the index;
-    Unsupported for tensors of a GGUF file that are not read.
+    Raises UserError if a file is missing, cut short or broken, or lacks tensors of the index.
     """
-    files = weight_files(path)
-    held = tensor_names(path, files)
-    for file in filter(is_gguf, files):
-        check_tensors(read_header(file))
+    held = tensor_names(path, weight_files(path))
     index = path / INDEX_NAME
     if index.exists() and (missing := sorted(set(_weight_map(index)) - held)):
         raise UserError(f"{index} names tensors that are in no file: {listed(missing)}")
@@ -88,7 +84,8 @@ def _shapes(file: Path) -> dict[str, Sequence[int]]:
     """Of each tensor; raises as `tensor_names`."""
     if is_gguf(file):
         architecture = read_architecture(read_fields(file.parents[1] / "config.json"))
-        return {name: each.shape for name, each in tensors_of(file, architecture).items()}
+        found = tensors_of(read_header(file), architecture)
+        return {name: each.shape for name, each in found.items()}
     try:  # compares the file's size with its header
         with safe_open(file, framework="numpy") as reader:
             names: list[str] = reader.keys()

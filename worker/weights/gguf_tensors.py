@@ -13,9 +13,9 @@ from torch import Tensor
 
 from worker.config.checkpoint.families import FAMILIES
 from worker.config.checkpoint.shape import LayerShape
-from worker.config.gguf.file import Stored, num_bytes
+from worker.config.gguf.file import Stored, num_bytes, read_header
 from worker.config.gguf.model import ARCHITECTURES
-from worker.weights.gguf_names import tensors_of
+from worker.config.gguf.tensors import tensors_of
 
 IN_PAIRS = {row.served_as for row in ARCHITECTURES.values() if row.in_pairs}
 
@@ -24,8 +24,8 @@ class GgufTensors:
     """A file, used as what `safetensors.safe_open` gives."""
 
     def __init__(self, file: Path, shape: LayerShape) -> None:
-        """shape: of the model; it says in which order rows lie. Raises as `tensors_of`."""
-        self._tensors, self._shape = tensors_of(file, shape.architecture), shape
+        """shape: of the model; it says in which order rows lie."""
+        self._tensors, self._shape = tensors_of(read_header(file), shape.architecture), shape
         self._data = np.memmap(file, np.uint8, "r")
         self.num_numbers = sum(math.prod(each.shape) for each in self._tensors.values())
 

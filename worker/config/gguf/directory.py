@@ -119,12 +119,15 @@ def _root() -> Path:
 
 def _make(made: Path, files: Sequence[Path]) -> None:
     """Each file at once, as another process may make the same; config.json last."""
-    from worker.config.gguf.file import read_model  # here, as most models need none of it
+    from worker.config.gguf.file import check_tensors, read_model  # here: few models need them
     from worker.config.gguf.model import config_of, sampling_of
+    from worker.config.gguf.tensors import tensors_of
     from worker.config.gguf.vocabulary import Vocabulary
 
     header = read_model(files)
     config, vocabulary = config_of(header), Vocabulary(header)
+    tensors_of(header, config["architectures"][0])
+    check_tensors(header)
     texts = dict.fromkeys(MADE, "")
     texts["config.json"] = json.dumps(config | {"eos_token_id": vocabulary.ends()}, indent=2)
     texts["generation_config.json"] = json.dumps(sampling_of(header.metadata))

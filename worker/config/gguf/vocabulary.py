@@ -193,11 +193,11 @@ class Vocabulary:
 
     def _added(self, name: str, default: bool) -> list[str]:
         """The token that encoding adds, if any."""
-        if not self._get(f"ggml.add_{name}_token", default):
-            return []
-        if (token := self._id(f"{name}_token_id")) is None:
+        said, token = self._get(f"ggml.add_{name}_token"), self._id(f"{name}_token_id")
+        if said and token is None:
             raise UserError(f"{self._header.path}: tokenizer.ggml.{name}_token_id: missing")
-        return [self._tokens[token]]
+        adds = default if said is None else said
+        return [self._tokens[token]] if adds and token is not None else []
 
     def _id(self, name: str) -> int | None:
         value = self._get(f"ggml.{name}")

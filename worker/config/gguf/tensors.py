@@ -1,13 +1,10 @@
-"""The tensors of a GGUF file under the names of the checkpoint that it was made from.
-
-Free of torch.
-"""
+"""The tensors of a GGUF file under the names of the checkpoint that it was made from."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 from worker.config.checkpoint.families import FAMILIES
-from worker.config.gguf.file import Stored, read_header
+from worker.config.gguf.file import Header, Stored
 from worker.config.gguf.model import ROPE_FACTORS
 from worker.errors import Unsupported
 
@@ -18,28 +15,26 @@ INNER = {
     "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }  # fmt: skip
-NOT_WEIGHTS = (ROPE_FACTORS,)  # they are part of config.json
 
 
-def tensors_of(file: Path, architecture: str) -> dict[str, Stored]:
-    """By the checkpoint's names; architecture: of config.json.
+def tensors_of(header: Header, architecture: str) -> dict[str, Stored]:
+    """By the checkpoint's names, but for what is part of config.json.
 
-    Raises as `read_header`, and Unsupported for a tensor that no such model has.
+    architecture: of config.json. Raises Unsupported for a tensor that no such model has.
     """
     norms = FAMILIES[architecture].layers.norms
     inner = INNER | {
         "attn_norm": norms.attention_in, "post_attention_norm": norms.attention_out,
         "ffn_norm": norms.feed_forward_in, "post_ffw_norm": norms.feed_forward_out,
     }  # fmt: skip
-    found = read_header(file).tensors
     return {
-        _name(file, name, inner): stored
-        for name, stored in found.items()
-        if name not in NOT_WEIGHTS
+        _name(header.path, name, inner): stored
+        for name, stored in header.tensors.items()
+        if name != ROPE_FACTORS
     }
 
 
-def _name(file: Path, name: str, inner: Mapping[str, str]) -> str:
+def _name(path: Path, name: str, inner: Mapping[str, str]) -> str:
     stem, _, end = name.rpartition(".")
     if stem == "output":
         return f"lm_head.{end}"
@@ -49,5 +44,5 @@ def _name(file: Path, name: str, inner: Mapping[str, str]) -> str:
     number, _, rest = rest.partition(".")
     if block != "blk" or not inner.get(rest):
         text = f"{name}: a tensor that this architecture does not have here"
-        raise Unsupported(f"{file}: {text}: take the safetensors that the file was made from")
+        raise Unsupported(f"{path}: {text}: take the safetensors that the file was made from")
     return f"model.layers.{number}.{inner[rest]}.{end}"
