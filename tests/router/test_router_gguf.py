@@ -58,9 +58,7 @@ def of_tokenizer(made: Tokenizer, pre: str) -> Words:
         [made.id_to_token(i) for i in range(size)],
         model="gpt2",
         pre=pre,
-        types=[
-            {None: NORMAL, True: CONTROL, False: USER_DEFINED}[added.get(i)] for i in range(size)
-        ],
+        types=[kinds[added.get(i)] for i in range(size)],
         merges=[" ".join(each) for each in model["merges"]],
         keys={"ggml.eos_token_id": made.token_to_id(END), "chat_template": TEMPLATE},
     )

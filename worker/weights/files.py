@@ -81,11 +81,11 @@ def count_weights(path: Path) -> tuple[int, int]:
 
 
 def _shapes(file: Path) -> dict[str, Sequence[int]]:
-    """Of each tensor; raises as `tensor_names`."""
+    """Of all tensors; raises as `tensor_names`."""
     if is_gguf(file):
         architecture = read_architecture(read_fields(file.parents[1] / "config.json"))
         found = tensors_of(read_header(file), architecture)
-        return {name: each.shape for name, each in found.items()}
+        return {name: stored.shape for name, stored in found.items()}
     try:  # compares the file's size with its header
         with safe_open(file, framework="numpy") as reader:
             names: list[str] = reader.keys()

@@ -27,7 +27,7 @@ class GgufTensors:
         """shape: of the model; it says in which order rows lie."""
         self._tensors, self._shape = tensors_of(read_header(file), shape.architecture), shape
         self._data = np.memmap(file, np.uint8, "r")
-        self.num_numbers = sum(math.prod(each.shape) for each in self._tensors.values())
+        self.num_numbers = sum(math.prod(x.shape) for x in self._tensors.values())
 
     def __enter__(self) -> "GgufTensors":
         return self
@@ -42,7 +42,7 @@ class GgufTensors:
 
     def describe(self) -> str:
         """How many tensors are of which type, for people."""
-        counts = Counter(each.type_name for each in self._tensors.values())
+        counts = Counter(x.type_name for x in self._tensors.values())
         kinds = ", ".join(f"{num} of {kind}" for kind, num in counts.most_common())
         return f"{kinds}, {self._data.nbytes / 1e6:.1f} MB"
 
@@ -77,7 +77,7 @@ class GgufTensor:
         self._rows: Any = data.reshape(rows, -1)
         self._columns = columns
         order = np.arange(rows)
-        # Of each head the checkpoint has numbers 0, 2, 4, … of the file's, and then 1, 3, 5, …
+        # Of every head the checkpoint has numbers 0, 2, 4, … of the file's, and then 1, 3, 5, …
         self._order = order.reshape(heads, -1, 2).swapaxes(1, 2).ravel() if heads else order
 
     def get_shape(self) -> list[int]:

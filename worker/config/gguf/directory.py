@@ -1,4 +1,4 @@
-"""The model directory that is made of a GGUF file, once on each host.
+"""The model directory that is made of a GGUF file, once on a host.
 
 So routers, grammars, shapes and digests read what they read of any model. The weights stay where
 they are: a link leads to them.
@@ -55,8 +55,8 @@ def directory_of(path: Path) -> Path:
         raise UserError(f"{error.filename}: {error.strerror}") from error
     key = hashlib.sha256(repr((known, _sources())).encode()).hexdigest()[:16]
     made = _root() / f"{name_of(files[0])}-{key}"
-    links = [made / LINKS / file.name for file in files]
-    if not all(each.exists() for each in (*links, *(made / name for name in MADE))):
+    wanted = [made / name for name in MADE] + [made / LINKS / file.name for file in files]
+    if not all(map(Path.exists, wanted)):
         _make(made, files)
     return made
 
@@ -71,13 +71,12 @@ def name_of(file: Path) -> str:
 def _files_of(path: Path) -> list[Path]:
     if path.is_dir():
         others = ("config.json", "*.safetensors")
-        found = sorted(each for each in path.glob("*.[gG][gG][uU][fF]"))
-        found = [each for each in found if not each.name.startswith("mmproj")]
-        firsts = [each for each in found if not _is_later(each)]
-        if not found or any(next(path.glob(each), None) for each in others):
+        found = sorted(path.glob("*.[gG][gG][uU][fF]"))
+        firsts = [x for x in found if not x.name.startswith("mmproj") and not _is_later(x)]
+        if not found or any(next(path.glob(name), None) for name in others):
             return []
         if len(firsts) != 1:
-            names = ", ".join(each.name for each in firsts)
+            names = ", ".join(file.name for file in firsts)
             raise Unsupported(f"{path} has several GGUF models: give the path of one of {names}")
         return _parts(firsts[0])
     return _parts(path) if path.suffix.lower() == ".gguf" else []
@@ -102,8 +101,8 @@ def _parts(file: Path) -> list[Path]:
 @cache
 def _sources() -> str:
     """What directories follow from, besides the file."""
-    texts = (each.read_bytes() for each in sorted(Path(__file__).parent.glob("*.py")))
-    return hashlib.sha256(b"".join(texts)).hexdigest()
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(map(Path.read_bytes, files))).hexdigest()
 
 
 def _root() -> Path:

@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata, and where its tensors lie.
 
-The form: docs/gguf.md of github.com/ggml-org/ggml. The reader of the library `gguf` takes 2 s for
-a vocabulary of 49,152 tokens, this one a tenth of a second.
+The form is described at github.com/ggml-org/ggml, in its docs. The reader of the library `gguf`
+takes 2 s for a vocabulary of 49,152 tokens, this one a tenth of a second.
 """
 
 import math
@@ -101,8 +101,8 @@ def read_model(files: Sequence[Path]) -> Header:
     """Of a model's files, in their order; the first has the metadata. Raises as `read_header`."""
     first, *others = map(read_header, files)
     tensors = dict(first.tensors)
-    for each in others:
-        tensors |= each.tensors
+    for header in others:
+        tensors |= header.tensors
     return first._replace(tensors=tensors)
 
 
@@ -127,7 +127,7 @@ def _header(path: Path, data: _Bytes) -> Header:
         found[name] = Stored(path, sizes[::-1], *data.numbers("IQ"))
     align = metadata.get("general.alignment", 32)
     start = -(-data.at // align) * align
-    tensors = {name: each._replace(offset=start + each.offset) for name, each in found.items()}
+    tensors = {name: x._replace(offset=start + x.offset) for name, x in found.items()}
     return Header(path, metadata, tensors)
 
 

@@ -55,8 +55,8 @@ OF_GEMMA = (
     *("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"),
     "final_logit_softcapping",
 )
-ROPE_FACTORS = "rope_freqs.weight"  # f32, of each rotated pair, by which Llama 3 slows it down
-PATTERN = 6  # of Gemma 3: each sixth layer has no window
+ROPE_FACTORS = "rope_freqs.weight"  # f32, by which Llama 3 slows its rotated pairs down
+PATTERN = 6  # of Gemma 3: every sixth layer has no window
 LOCAL_THETA = 10_000.0  # of its layers with one
 LAYERS_OF_27B = 62  # whose scores alone are not scaled by the head's width
 # general.type of files that are no model, and what they are.
@@ -119,14 +119,14 @@ def architecture_of(header: Header) -> str:
 
 
 def _nested(header: Header, name: str) -> dict[str, Any]:
-    """The values below the architecture's name, an object for each dot in a key."""
+    """The values below the architecture's name, an object for every dot in a key."""
     found = dict[str, Any]()
     for key, value in header.metadata.items():
         if key.startswith(f"{name}."):
             *outer, last = key.split(".")[1:]
             place = found
-            for each in outer:
-                place = cast("dict[str, Any]", place.setdefault(each, {}))
+            for part in outer:
+                place = cast("dict[str, Any]", place.setdefault(part, {}))
             place[last] = value
     return found
 
@@ -144,13 +144,13 @@ def _refuse_unknown(header: Header, name: str, fields: Fields) -> None:
 
 def _dtype(header: Header) -> str:
     """What a GPU computes in. Weights in blocks have no dtype; bfloat16 holds them in any range."""
-    kinds = {each.type_name for each in header.tensors.values() if len(each.shape) > 1}
+    kinds = {x.type_name for x in header.tensors.values() if len(x.shape) > 1}
     alike = kinds.pop() if len(kinds) == 1 else ""
     return {"F32": "float32", "F16": "float16"}.get(alike, "bfloat16")
 
 
 def _biases(header: Header) -> dict[str, bool]:
-    names = [f"blk.0.attn_{each}.bias" for each in ("q", "k", "v", "output")]
+    names = [f"blk.0.attn_{part}.bias" for part in ("q", "k", "v", "output")]
     has = {name in header.tensors for name in names}
     if len(has) > 1:
         raise Unsupported(f"{header.path}: of {', '.join(names)} some are there and some are not")
@@ -217,7 +217,7 @@ def _gemma(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": config["hidden_size"] // heads if large else config["head_dim"],
         "sliding_window": window or None,
-        "layer_types": [SLIDING if window and each else FULL for each in slides],
+        "layer_types": [SLIDING if window and slide else FULL for slide in slides],
         "rope_local_base_freq": fields.number("rope.freq_base_swa", default=LOCAL_THETA),
         "final_logit_softcapping": fields.get("final_logit_softcapping"),
     }

@@ -6,6 +6,7 @@ done where the published tokenizer of that kind does it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -27,7 +28,7 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _WORDS = f"{_LETTER}{_UPPER}*{_LOWER}+", f"{_LETTER}{_UPPER}+{_LOWER}*"
 _REST_OF_WORDS = _REST.replace(r"[\r\n]*", r"[\r\n/]*")
 TEKKEN = "|".join(_WORDS) + r"|\p{N}" + _REST_OF_WORDS
-GPT_4O = "|".join(f"{each}{_SUFFIXES}?" for each in _WORDS) + r"|\p{N}{1,3}" + _REST_OF_WORDS
+GPT_4O = "|".join(f"{word}{_SUFFIXES}?" for word in _WORDS) + r"|\p{N}{1,3}" + _REST_OF_WORDS
 
 
 class Cut(NamedTuple):
@@ -135,7 +136,7 @@ class Vocabulary:
         if not merges:
             raise self._unsupported("ggml.merges", "a byte-level vocabulary needs some")
         vocab = {token: i for i, token in enumerate(self._tokens)}
-        pairs = [tuple(each.split(" ")) for each in merges]
+        pairs = [tuple(pair.split(" ")) for pair in merges]
         made = Tokenizer(BPE(vocab, pairs, ignore_merges=cut.ignore_merges))
         steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] * cut.single_digits
         if cut.pattern:
@@ -152,13 +153,13 @@ class Vocabulary:
             for i, token in enumerate(self._tokens)
         }
         unknown = next((self._tokens[i] for i in self._of_types(UNKNOWN)), None)
-        merges = [pair for _, pair in sorted(self._merges(vocab), key=lambda each: each[0])]
+        merges = [pair for _, pair in sorted(self._merges(vocab), key=itemgetter(0))]
         made = Tokenizer(BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
         spaces, prefix = (
             normalizers.Replace(" ", SPACE),
             bool(self._get("ggml.add_space_prefix", True)),
         )
-        # llama.cpp puts a space before each text between special tokens, and before one that begins
+        # llama.cpp puts a space before any text between special tokens, and before one that begins
         # with a space, too.
         made.normalizer = normalizers.Sequence([*[normalizers.Prepend(SPACE)] * prefix, spaces])
         steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -207,7 +208,7 @@ class Vocabulary:
         return value
 
     def _listed(self, name: str, default: Any) -> Sequence[Any]:
-        """A list of a value for each token."""
+        """A list of a value for every token."""
         found = self._get(f"ggml.{name}", [default] * len(self._tokens))
         if len(found) != len(self._tokens):
             problem = f"{len(found)} of {len(self._tokens)} tokens"
