@@ -14,8 +14,11 @@ from tests.equivalence.test_models import (
     load,
     save_random,
 )
+from tests.support import smollm2
 from tests.support.dense_families import MIXED, NO_PAD, YARN
+from tests.support.engines import running
 from tests.support.gguf_files import read_by_transformers, write_model
+from worker.api import Sampling
 from worker.config import ModelConfig, SpecConfig
 from worker.config.checkpoint.shape import read_model_shape
 from worker.peers.base import SingleCollective
@@ -138,3 +141,31 @@ def test_two_ranks_hold_what_one_does_and_a_model_may_lie_in_several_files(tmp_p
         group.rank, group.size = rank, 2
         for key, shard in load(config.directory, group).shards().items():
             assert torch.equal(shard.dest, shard.of(wanted[key.tensor])), key
+
+
+@pytest.mark.skipif(not smollm2.IS_HERE, reason=smollm2.ABSENT)
+def test_a_real_model_answers_as_transformers_does() -> None:
+    """`tests.support.smollm2` shows it at length, of a cluster. Here prefill has one rank, decode
+    has three, and prompt lookup drafts."""
+    reference = smollm2.Reference(slices(ModelConfig(path=smollm2.NAME).directory))
+    tokenizer, asked = reference.tokenizer(), smollm2.chats(4, seed=2)
+    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in asked]
+    ids = [each["input_ids"][:60] for each in prompts]
+    engine = {"device": "cpu", "threads": 1, "cpu_pool_bytes": 48 << 20, "max_num_reqs": 4}
+    sections = {
+        "model": {"path": smollm2.NAME, "max_model_len": 256}, "engine": engine,
+        "spec": {"drafter": "ngram"}, "disaggregation": {"mode": "always"},
+    }  # fmt: skip
+    greedy = Sampling(12, temperature=0.0, logprobs=0)
+    with running(sections, decode_tp=3) as cluster:
+        answers = cluster.answers(ids, greedy)
+        (again,) = cluster.answers(ids[:1], greedy)
+        text = tokenizer.encode(smollm2.TEXT, add_special_tokens=False)[:150]
+        (scored,) = cluster.answers([text], Sampling(1, temperature=0.0, prompt_logprobs=0))
+    for prompt, answer in zip([*ids, ids[0]], [*answers, again], strict=True):
+        told = [each.logprob for each in answer.logprobs]
+        assert reference.check(prompt, answer.tokens, told) < smollm2.BOUND
+    assert again.tokens == answers[0].tokens
+    assert again.num_cached_tokens > 0
+    told = torch.tensor([each.logprob for each in scored.prompt_logprobs], dtype=torch.float64)
+    assert float(told.mean().neg().exp()) == pytest.approx(reference.perplexity(text), abs=1e-3)

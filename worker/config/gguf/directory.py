@@ -72,7 +72,7 @@ def _files_of(path: Path) -> list[Path]:
     if path.is_dir():
         others = ("config.json", "*.safetensors")
         found = sorted(path.glob("*.[gG][gG][uU][fF]"))
-        firsts = [x for x in found if not x.name.startswith("mmproj") and not _is_later(x)]
+        firsts = [x for x in found if "mmproj" not in x.name and not _is_later(x)]
         if not found or any(next(path.glob(name), None) for name in others):
             return []
         if len(firsts) != 1:

@@ -76,6 +76,9 @@ class Vocabulary:
         self._tokens: list[str] = self._get("ggml.tokens") or []
         if len(set(self._tokens)) != len(self._tokens) or not self._tokens:
             raise UserError(f"{header.path}: tokenizer.ggml.tokens: none, or some of them twice")
+        if len(self._tokens) > (rows := header.tensors["token_embd.weight"].shape[0]):
+            problem = f"{len(self._tokens)} tokens, and {rows} rows of token_embd.weight"
+            raise UserError(f"{header.path}: tokenizer.ggml.tokens: {problem}")
         self._types = self._listed("token_type", NORMAL)
         self.kind = self._get("ggml.model")
         if self.kind not in ("gpt2", "llama"):
