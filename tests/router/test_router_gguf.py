@@ -190,3 +190,9 @@ def test_special_tokens_the_template_and_what_ends_an_answer(folder: Path) -> No
     assert found.special_ids == {0, 1, 2, 3}
     assert found.token_of("<tool>") == 4
     assert read_model_shape(found.directory).eos_token_ids == (2,)
+    # A file names one end of several, and a token of HTML is none.
+    words = Words(["<eos>", "</s>", "<end_of_turn>"], types=[CONTROL, USER_DEFINED, CONTROL])
+    found = text_of(
+        write_words(folder / "ends.gguf", replace(words, keys={"ggml.eos_token_id": 2}))
+    )
+    assert read_model_shape(found.directory).eos_token_ids == (2, 0)

@@ -126,7 +126,9 @@ def _nested(header: Header, name: str) -> dict[str, Any]:
             *outer, last = key.split(".")[1:]
             place = found
             for part in outer:
-                place = cast("dict[str, Any]", place.setdefault(part, {}))
+                inner = place.get(part)
+                place[part] = inner if isinstance(inner, dict) else {}
+                place = cast("dict[str, Any]", place[part])
             place[last] = value
     return found
 
@@ -170,7 +172,9 @@ def _head_dim(fields: Fields) -> int:
 def _scaling(header: Header, fields: Fields) -> dict[str, Any] | None:
     """`rope_scaling` of config.json."""
     kind = fields.get("rope.scaling.type") or "none"
-    if ROPE_FACTORS in header.tensors and kind == "none":
+    if ROPE_FACTORS in header.tensors:
+        if kind != "none":
+            raise fields.unsupported("rope.scaling.type", f"{kind!r} beside {ROPE_FACTORS}")
         factors = [*_factors(header)]
         # With one set for all lengths: the frequencies of `llama3`, however they were computed.
         return {

@@ -1,8 +1,8 @@
 """What a GGUF file says of its vocabulary, as tokenizer.json and tokenizer_config.json.
 
-Texts become the tokens that llama.cpp makes of them (`src/llama-vocab.cpp`), so special tokens and
-white space count as the file's own converter has written them down; NFC, which it leaves out, is
-done where the published tokenizer of that kind does it.
+Texts become the tokens that llama.cpp makes of them (its src/llama-vocab.cpp): files are made for
+it, and it says what a name in `tokenizer.ggml.pre` means. NFC, which it leaves out, is done where
+the published tokenizer of such a name does it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -92,7 +92,8 @@ class Vocabulary:
         """Tokens that end an answer, eos first."""
         named = [self._id(f"{name}_token_id") for name in ("eos", "eot", "eom")]
         found = [i for i in named if i is not None]
-        return list(dict.fromkeys(found + [i for i, x in enumerate(self._tokens) if x in ENDS]))
+        found += [i for i in self._of_types(CONTROL) if self._tokens[i] in ENDS]
+        return list(dict.fromkeys(found))
 
     def described(self) -> dict[str, Any]:
         """What tokenizer_config.json says."""
@@ -158,35 +159,29 @@ class Vocabulary:
         unknown = next((self._tokens[i] for i in self._of_types(UNKNOWN)), None)
         merges = [pair for _, pair in sorted(self._merges(vocab), key=itemgetter(0))]
         made = Tokenizer(BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-        spaces, prefix = (
-            normalizers.Replace(" ", SPACE),
-            bool(self._get("ggml.add_space_prefix", True)),
-        )
-        # llama.cpp puts a space before any text between special tokens, and before one that begins
-        # with a space, too.
-        made.normalizer = normalizers.Sequence([*[normalizers.Prepend(SPACE)] * prefix, spaces])
+        prefix = bool(self._get("ggml.add_space_prefix", True))
+        # Before any text between special tokens, also before one that begins with a space.
+        first = [normalizers.Prepend(SPACE)] * prefix
+        made.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", SPACE)])
         steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         made.decoder = decoders.Sequence([*steps, *[decoders.Strip(" ", 1, 0)] * prefix])
         return made
 
-    def _merges(
-        self, vocab: Mapping[str, int]
-    ) -> Iterator[tuple[tuple[float, int], tuple[str, str]]]:
+    def _merges(self, vocab: Mapping[str, int]) -> Iterator[tuple[float, tuple[str, str]]]:
         """(rank, pair): of two adjacent tokens those that make the best token are merged first."""
         scores = self._listed("scores", 0.0)
         by_order = self._metadata["general.architecture"] == "gemma3"
         mergeable = {
             token: i
             for token, i in vocab.items()
-            if self._types[i] == NORMAL
-            or (self._types[i] == USER_DEFINED and set(token) == {SPACE})
+            if self._types[i] == NORMAL or self._is_run(self._tokens[i])
         }
         for token, i in mergeable.items():
             # Gemma's runs of spaces have a score that says nothing; its tokens lie in their order.
             rank = float(i) if by_order else -scores[i]
             for at in range(len(token) - 1, 0, -1):
                 if token[:at] in mergeable and token[at:] in mergeable:
-                    yield (rank, i), (token[:at], token[at:])
+                    yield rank, (token[:at], token[at:])
 
     def _is_run(self, token: str) -> bool:
         """Of spaces, that are merged rather than found."""
