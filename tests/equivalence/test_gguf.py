@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.equivalence.test_models import (
     LINEAR_ROPE,
@@ -156,16 +157,16 @@ def test_a_real_model_answers_as_transformers_does() -> None:
         "model": {"path": smollm2.NAME, "max_model_len": 256}, "engine": engine,
         "spec": {"drafter": "ngram"}, "disaggregation": {"mode": "always"},
     }  # fmt: skip
-    greedy = Sampling(12, temperature=0.0, logprobs=0)
+    greedy = Sampling(8, temperature=0.0, logprobs=0)
     with running(sections, decode_tp=3) as cluster:
         answers = cluster.answers(ids, greedy)
-        (again,) = cluster.answers(ids[:1], greedy)
-        text = tokenizer.encode(smollm2.TEXT, add_special_tokens=False)[:150]
+        (again,) = cluster.answers(ids[:1], replace(greedy, max_tokens=2))
+        text = tokenizer.encode(smollm2.TEXT, add_special_tokens=False)[:100]
         (scored,) = cluster.answers([text], Sampling(1, temperature=0.0, prompt_logprobs=0))
     for prompt, answer in zip([*ids, ids[0]], [*answers, again], strict=True):
         told = [each.logprob for each in answer.logprobs]
         assert reference.check(prompt, answer.tokens, told) < smollm2.BOUND
-    assert again.tokens == answers[0].tokens
+    assert again.tokens == answers[0].tokens[:2]
     assert again.num_cached_tokens > 0
     told = torch.tensor([each.logprob for each in scored.prompt_logprobs], dtype=torch.float64)
     assert float(told.mean().neg().exp()) == pytest.approx(reference.perplexity(text), abs=1e-3)
