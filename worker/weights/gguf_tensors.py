@@ -17,6 +17,7 @@ from worker.config.gguf.file import Stored, num_bytes, read_header
 from worker.config.gguf.model import ARCHITECTURES
 from worker.config.gguf.tensors import tensors_of
 
+ROWS = 4096  # that are dequantised at a time, as the library takes twice their bytes
 IN_PAIRS = {row.served_as for row in ARCHITECTURES.values() if row.in_pairs}
 
 
@@ -91,8 +92,13 @@ class GgufTensor:
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         """The part, f32."""
         rows, *columns = index
-        kind = gguf.GGMLQuantizationType(self._stored.type)
-        held = gguf.dequantize(self._rows[self._order[rows]], kind)
-        part = torch.from_numpy(held if self._columns else held[:, 0])
-        part = part[(slice(None), *columns)]
-        return part + self._plus if self._plus else part
+        order, kind = self._order[rows], gguf.GGMLQuantizationType(self._stored.type)
+        part = torch.empty(len(order), *map(_length, columns, self._columns))
+        for first in range(0, len(order), ROWS):
+            held = gguf.dequantize(self._rows[order[first : first + ROWS]], kind)
+            part[first : first + ROWS] = torch.from_numpy(held)[:, *(columns or [0])]
+        return part.add_(self._plus) if self._plus else part
+
+
+def _length(part: slice, size: int) -> int:
+    return len(range(*part.indices(size)))
