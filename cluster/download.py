@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from cluster.config import Config
+from router.text import template
+from worker.config.checkpoint import tokens
 from worker.errors import KvlaneError, UserError, WorldError
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 DESCRIPTION = [
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
-    *("chat_template.jinja", "model.safetensors.index.json"),
+    *("config.json", "generation_config.json", "model.safetensors.index.json"),
+    *tokens.FILES,
+    *template.FILES,
 ]
 WEIGHTS = ["*.safetensors"]
 # Other forms of the same weights: in folders, and Mistral's.
-IGNORED = ["*/*", "consolidated*"]
+IGNORED = ["*/*.safetensors", "consolidated*"]
 
 
 class Repo(NamedTuple):

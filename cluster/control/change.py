@@ -6,6 +6,8 @@ from pathlib import Path
 from cluster.config import Config, WorkerRole, differences
 from cluster.control.replicas import Replica
 from cluster.resolve import ROLES, bundle_of
+from router.text import template
+from worker.config.checkpoint import tokens
 from worker.errors import UserError
 
 # Sections that workers alone read, and leaves of these that decide what stays as it is.
@@ -15,9 +17,7 @@ CHANGEABLE = (
 )
 FIXED = ("model.served_name", "engine.device", "engine.collective")
 # What a router reads of a model.
-READ_BY_ROUTERS = (
-    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
+READ_BY_ROUTERS = (*tokens.FILES, *template.FILES, "generation_config.json")  # some are patterns
 
 
 def check_change(before: Config, after: Config) -> None:
@@ -25,8 +25,10 @@ def check_change(before: Config, after: Config) -> None:
     for path in differences(before, after):
         if not path.startswith(CHANGEABLE) or path.endswith(FIXED):
             raise UserError(f"{path}: workers alone are restarted; this needs another serve", path)
-    for name in READ_BY_ROUTERS:
-        old, new = before.model.directory / name, after.model.directory / name
+    folders = before.model.directory, after.model.directory
+    found = {x.relative_to(at) for at in folders for name in READ_BY_ROUTERS for x in at.glob(name)}
+    for name in sorted(found):
+        old, new = (at / name for at in folders)
         if _bytes(old) != _bytes(new):
             raise UserError(
                 f"model.path: {new} is another one than {old}, which routers have read: this needs "

@@ -26,8 +26,13 @@ from router.openai.reply import (
 )
 from router.openai.schema import Message, OfTemplate
 from router.text.parsers import CallPart, Parsed, Parser, Plain
-from router.text.tokenizer import Text, text_of_parts
+from router.text.probe import CONTENTS, Probe, json_text
+from router.text.template import ChatTemplate, text_of_parts, text_parts
+from router.text.tokenizer import Text
 from worker.api import FinishReason
+
+# Names of a message's reasoning, the first that is there counts: templates get it by the first two.
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatWriter(AnswerWriter):
@@ -154,30 +159,57 @@ def rendered(
 
     Raises a UserError or ApiError if the template refuses the messages or a part is malformed.
     """
-    knows_developer = "developer" in text.template_source
-    plain: list[dict[str, Any]] = []
-    for i, message in enumerate(messages):
-        shown = message.content
-        if not isinstance(shown, str):
-            shown = text_of_parts(shown, f"messages.{i}.content")
-        role = message.role
-        role = "system" if role == "developer" and not knows_developer else role
-        one = {"role": role, "content": shown, **(message.model_extra or {})}
-        if "reasoning" in one:  # templates know it by its older name
-            one.setdefault("reasoning_content", one["reasoning"])
-        if message.tool_calls:
-            one["tool_calls"] = [
-                _earlier_call(call, f"messages.{i}.tool_calls.{j}")
-                for j, call in enumerate(message.tool_calls)
-            ]
-        plain.append(one)
+    template = text.templates.of(tools=bool(tools))
+    plain = [_turn(message, f"messages.{i}", template) for i, message in enumerate(messages)]
     extra, continues = asked.of_template, asked.continue_final_message
     begins, mark = asked.add_generation_prompt and not continues, ""
     if continues:
         mark = f"{secrets.token_hex(8)} "  # its place in the prompt is where the answer goes on
-        plain[-1]["content"] += mark
+        if isinstance(said := plain[-1]["content"], str):
+            plain[-1]["content"] = said + mark
+        else:
+            said[-1]["text"] += mark
     prompt = text.render(plain, add_generation_prompt=begins, extra=extra, tools=tools)
     return _until(mark, prompt) if continues else prompt
+
+
+def _turn(message: Message, where: str, template: ChatTemplate) -> dict[str, Any]:
+    """A message as a template gets it; as in transformers 5.24 no key of it is null.
+
+    Raises as `rendered` does.
+    """
+    role, probe = message.role, template.probe
+    if role == "developer" and "developer" not in template.source:
+        role = "system"
+    content = _content(message.content, f"{where}.content", role, probe)
+    one: dict[str, Any] = {"role": role, "content": content, **(message.model_extra or {})}
+    one = {name: value for name, value in one.items() if value is not None}
+    thought = next((one[name] for name in THOUGHTS if name in one), None)
+    if thought is not None:
+        one = {"thinking": thought, **one, "reasoning_content": thought}
+    if not message.tool_calls:
+        return one
+    one["tool_calls"] = [
+        _earlier_call(call, f"{where}.tool_calls.{j}", as_text=probe.as_text)
+        for j, call in enumerate(message.tool_calls)
+    ]
+    if not message.content or probe.drops_calls:  # a tool's answer needs its call before it
+        del one["content"]
+        one |= CONTENTS[probe.content]
+    elif not probe.thinks_beside:
+        one.pop("thinking", None)
+    return one
+
+
+def _content(
+    content: str | list[dict[str, Any]], where: str, role: str, probe: Probe
+) -> str | list[dict[str, Any]]:
+    """A message's content as a text or in parts, as the template takes that of the role."""
+    if isinstance(content, str):
+        needs = role in probe.needs_parts
+        return [{"type": "text", "text": content}] if needs else content
+    takes = role in probe.takes_parts
+    return text_parts(content, where) if takes else text_of_parts(content, where)
 
 
 def is_thinking(last: Message, marks: tuple[str, str]) -> bool:
@@ -200,8 +232,8 @@ def _until(mark: str, prompt: str) -> str:
     return before if after.startswith(" ") else before.rstrip()
 
 
-def _earlier_call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """A call with its arguments as an object, which is what templates expect."""
+def _earlier_call(call: dict[str, Any], where: str, *, as_text: bool) -> dict[str, Any]:
+    """A call with its arguments as an object, which is what most templates expect, or as a text."""
     if call.get("type") == "custom":
         custom = mapping(call.get("custom"))
         arguments = {"input": custom.get("input")}
@@ -210,13 +242,17 @@ def _earlier_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     fields = mapping(call.get("function"))
     if not isinstance(fields.get("name"), str):
         raise invalid(f"{where}.function.name: must be a string", f"{where}.function.name")
-    arguments: Any = fields.get("arguments")
-    if isinstance(arguments, str):
+    given: Any = fields.get("arguments")
+    written = isinstance(given, str) and given.strip()
+    arguments: Any = {} if isinstance(given, str) else given
+    if written:
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            arguments = json.loads(given)
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
         path = f"{where}.function.arguments"
         raise invalid(f"{path}: must be a JSON object, as text", path)
+    if as_text:
+        arguments = given if written else json_text(arguments)
     return call | {"function": fields | {"arguments": arguments}}

@@ -55,16 +55,23 @@ class Served:
             raise ApiError("model_not_found", message, param="model")
 
     def encode(self, prompt: str, param: str, *, adds: bool, salt: str = "") -> tuple[int, ...]:
-        """The tokens of a prompt, and those that the tokenizer `adds`; 400 for one far too long.
+        """The tokens of a prompt, and those that the tokenizer `adds`.
 
-        salt: see Encoder.
+        400 for one far too long, or with a token that the model has not. salt: see Encoder.
         """
         limit = self.max_model_len
         if len(prompt) > limit * self.text.max_token_chars:
             characters = f"the prompt has {len(prompt)} characters"
             message = f"the model's context is {limit} tokens; {characters}"
             raise ApiError("context_length_exceeded", message, param=param)
-        return self.text.encode(prompt, add_special_tokens=adds, salt=salt)
+        tokens = self.text.encode(prompt, add_special_tokens=adds, salt=salt)
+        unknown = self.text.unknown_ids
+        if unknown and not unknown.keys().isdisjoint(tokens):
+            token = unknown[next(token for token in tokens if token in unknown)]
+            size = self.text.vocab_size
+            message = f"the prompt has {token!r}, which only the tokenizer has: of the model's"
+            raise invalid(f"{param}: {message} vocab_size of {size} it is beyond the end", param)
+        return tokens
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raise an ApiError, 400, for ids that the model does not have."""

@@ -8,13 +8,12 @@ encode PROBES at the start, and CI compares them over every kind of tokenizer
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from tokenizers import Tokenizer
 
 from router.config import TokenizerBackend
+from worker.config.checkpoint.tokens import TokenizerFile
 from worker.errors import LibraryError, UserError, contained
 
 log = logging.getLogger("kvlane.tokenizer")
@@ -35,15 +34,6 @@ PROBES = (
     + "a" * 300
     + " " * 70,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerFile:
-    """A tokenizer.json; all that reads it gets the same text."""
-
-    path: Path
-    text: str
-    fields: Mapping[str, Any]
 
 
 def encode_of(file: TokenizerFile, tokenizer: Tokenizer, backend: TokenizerBackend) -> Encode:
@@ -75,10 +65,10 @@ def encode_of(file: TokenizerFile, tokenizer: Tokenizer, backend: TokenizerBacke
     return FastFirst(fast, right)
 
 
-def needs_all(described: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer.json makes the ids depend on the length of a text, or on chance."""
+def is_random(described: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer.json makes the ids depend on chance."""
     model = cast("dict[str, Any]", described.get("model") or {})
-    return bool(described.get("truncation") or described.get("padding") or model.get("dropout"))
+    return bool(model.get("dropout"))
 
 
 class _Declined(Exception):
@@ -101,8 +91,8 @@ class FastFirst:
 
 
 def _fastokens(file: TokenizerFile) -> Encode:
-    if needs_all(file.fields):
-        raise _Declined("the tokenizer truncates, pads or draws by chance")
+    if is_random(file.fields):
+        raise _Declined("the tokenizer draws by chance")
     try:
         from fastokens import Tokenizer as Fast  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:

@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from router.text.backend import Encode, needs_all
+from router.text.backend import Encode, is_random
 
 MIN_CHARS = 1024  # of a text that is cut: tokenizers takes 0.3 ms at most for a shorter one
 LARGEST_SHARE = 16  # of the bytes: a larger piece is not kept, as it would push out many
@@ -105,7 +105,7 @@ def cut_pattern(
     goes on in it, and it is looked for before a normalizer changes the text. So is a longer token
     that begins with it.
     """
-    if needs_all(described):
+    if is_random(described):
         return None
     added = list(tokenizer.get_added_tokens_decoder().values())
     stay = {token.content for token in added if not _looks_back(token)}

@@ -17,6 +17,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from router.errors import invalid, unsupported
 from router.text.bounded import Bounds, TooLarge, bounded
 from router.text.trial import Trials
+from worker.config.checkpoint.tokens import read_tokens
 from worker.errors import contained
 
 MAX_GRAMMAR_CHARS = 1 << 18
@@ -118,10 +119,10 @@ class Validator:
     """Says whether a model can follow a grammar; loads the tokenizer for the first one."""
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
-        self._path = directory / "tokenizer.json"
+        self._directory = directory
         self._vocab_size = vocab_size
         self._tokenizer = cache(self._load)
-        self._trials = Trials(self._path, vocab_size)
+        self._trials = Trials(directory, vocab_size)
 
     def require(self, param: str) -> None:
         """Raise an ApiError, 400, if llguidance cannot use this model's tokenizer."""
@@ -148,5 +149,5 @@ class Validator:
         return self._tokenizer().is_special_token(token)
 
     def _load(self) -> LLTokenizer:
-        text = self._path.read_text(encoding="utf-8")
+        text = read_tokens(self._directory).file.within(self._vocab_size)
         return LLTokenizer(text, n_vocab=self._vocab_size)

@@ -1,22 +1,17 @@
 """Text to tokens: the model's tokenizer and its chat template."""
 
-import json
+import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from router.config import TokenizerBackend
-from router.text.backend import TokenizerFile, encode_of
+from router.text.backend import encode_of
 from router.text.encoder import Encoder, cut_pattern
 from router.text.output import (
     BY_MODEL,
@@ -27,95 +22,16 @@ from router.text.output import (
     WindowDetokenizer,
     token_bytes,
 )
+from router.text.template import Templates, read_templates
+from worker.config.checkpoint.fields import read_fields
+from worker.config.checkpoint.tokens import TokenizerFile, read_tokens
 from worker.errors import UserError
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # bytes and spaces as sentencepiece writes them
 WORD_MARK = "\u2581"
-COUNTED = "_counted"  # a name of templates: `_limited_turns`
-MAX_TURNS = 1_000_000  # of all loops of a template for one prompt; a second, at most
 KNOWN_BYTES = 64 << 20  # of texts whose tokens are known, if nobody says how many
-SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 
-
-class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it only prints them."""
-
-    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_print"), [], [], body).set_lineno(line)
-
-    def _print(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """Counts the turns of `for` loops: the only way a template could run on and on."""
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        template = super()._parse(source, name, filename)
-        for loop in list(template.find_all(nodes.For)):
-            loop.iter = nodes.Call(nodes.Name(COUNTED, "load"), [loop.iter], [], None, None)
-            loop.iter.set_lineno(loop.lineno).set_environment(self)
-        return template
-
-
-def _limited_turns() -> Callable[[Iterable[Any]], Iterator[Any]]:
-    """Passes on what loops of one prompt run over; raises TemplateError beyond MAX_TURNS."""
-    turns = iter(range(MAX_TURNS))
-
-    def counted(values: Iterable[Any]) -> Iterator[Any]:
-        for value in values:
-            if next(turns, None) is None:
-                raise jinja2.TemplateError(f"more than {MAX_TURNS} turns of loops")
-            yield value
-
-    return counted
-
-
-def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
-
-
-def _raise(message: str) -> str:
-    raise jinja2.TemplateError(message)
-
-
-class ChatTemplate:
-    """A model's chat template, run in jinja2's sandbox with the names that Hugging Face defines.
-
-    `special` has bos_token and the like, by name.
-    """
-
-    def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        environment = _Environment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-        )
-        environment.filters["tojson"] = _tojson  # pyright: ignore[reportUnknownMemberType]
-        now: Callable[[str], str] = lambda form: datetime.now().strftime(form)  # noqa: E731
-        names = {"raise_exception": _raise, "strftime_now": now}
-        self._special = dict(special)
-        self._template = environment.from_string(source, globals=names)
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        extra: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> str:
-        """The prompt of a chat; raises a UserError if the template refuses these messages."""
-        names: dict[str, Any] = {"documents": None} | self._special
-        names |= dict(extra or {}) | {"tools": list(tools) or None}
-        names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        names[COUNTED] = _limited_turns()
-        try:
-            return self._template.render(names)
-        except Exception as error:  # a template is a program: it may raise anything
-            raise UserError(f"the chat template refused: {error}", "messages") from error
+log = logging.getLogger("kvlane.tokenizer")
 
 
 class Text:
@@ -132,33 +48,34 @@ class Text:
             if not (directory / name).is_file():
                 raise UserError(f"{directory} has no {name}", "model.path")
         self.directory = directory
-        config = _json(directory / "config.json")
-        config |= config.get("text_config") or {}
-        named = _json(directory / "tokenizer_config.json")
-        path = directory / "tokenizer.json"
-        described = path.read_text(encoding="utf-8")
-        file = TokenizerFile(path, described, _object(path, described))
+        config = read_fields(directory / "config.json")
+        inner = {**config.values, **config.inner("text_config").values}
+        tokens = read_tokens(directory)
+        if tokens.mended:
+            log.info("%s: %s", directory, "; ".join(tokens.mended))
+        file = tokens.file
         self._tokenizer = _tokenizer(file)
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
-        self.vocab_size: int = config.get("vocab_size") or size
-        self.model_max_len: int = config.get("max_position_embeddings") or 1 << 30
-        special = {name: _content(named[name]) for name in SPECIAL_NAMES if named.get(name)}
-        source = _template_source(directory, named)
-        self.template_source = source or ""
+        self.vocab_size: int = inner.get("vocab_size") or size
+        self.model_max_len: int = inner.get("max_position_embeddings") or 1 << 30
         try:
-            self._template = None if source is None else ChatTemplate(source, special)
+            self.templates = Templates(read_templates(directory, tokens.config), tokens.named)
         except jinja2.TemplateSyntaxError as error:
             message = f"{directory}: its chat template is broken: {error}"
             raise UserError(message, "model.path") from error
+        self.template_source = self.templates.source
+        self.probe = self.templates.probe
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {i: token.content for i, token in added.items()}
         self._added_ids = {content: i for i, content in self._added.items()}
+        # Of tokens that the model has no embedding for: no prompt may have them.
+        self.unknown_ids = {i: text for i, text in self._added.items() if i >= self.vocab_size}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         decoder: dict[str, Any] = file.fields.get("decoder") or {}
         self._is_byte_level: bool = decoder.get("type") == "ByteLevel"
         begins = {content for content in self._added_ids if content in self.template_source}
-        begins |= set(special.values())
+        begins |= set(tokens.named.values())
         cuts = cut_pattern(self._tokenizer, file.fields, begins)
         encode = encode_of(file, self._tokenizer, backend)
         self.encoder = Encoder(encode, self._tokenizer, cuts, known_bytes)
@@ -178,9 +95,7 @@ class Text:
 
         Raises a UserError if there is no template, or it refuses these messages.
         """
-        if self._template is None:
-            raise UserError("this model has no chat template; use /v1/completions", "messages")
-        return self._template.render(messages, **options)
+        return self.templates.of(tools=bool(options.get("tools"))).render(messages, **options)
 
     def output(
         self, prompt: Sequence[int], ends: Ends = BY_MODEL, skip: frozenset[int] | None = None
@@ -227,54 +142,8 @@ class Text:
             return None
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file."""
-    return _object(path, path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def _object(path: Path, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON: {error}", "model.path") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: not a JSON object", "model.path")
-    return cast("dict[str, Any]", value)
-
-
 def _tokenizer(file: TokenizerFile) -> Tokenizer:
     try:
         return Tokenizer.from_str(file.text)
     except Exception as error:  # the library raises nothing narrower
         raise UserError(f"{file.path}: not a tokenizer: {error}", "model.path") from error
-
-
-def _content(token: Any) -> str:
-    """Special tokens are written as a string or as {"content": ...}."""
-    return cast("dict[str, str]", token)["content"] if isinstance(token, dict) else str(token)
-
-
-def _template_source(directory: Path, named: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja wins; a list of named templates is asked for "default"."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    source = named.get("chat_template")
-    if isinstance(source, list):
-        entries = cast("list[dict[str, str]]", source)
-        return {entry["name"]: entry["template"] for entry in entries}.get("default")
-    return source
-
-
-def text_of_parts(parts: Sequence[Mapping[str, Any]], param: str) -> str:
-    """The text of `parts`, the content of a message; a UserError for `param` if one is not text."""
-    texts: list[str] = []
-    for part in parts:
-        if part.get("type") not in ("text", "refusal"):
-            message = f"content parts of type {part.get('type')!r} are not supported"
-            raise UserError(message, param)
-        text = part.get("text", part.get("refusal"))
-        if not isinstance(text, str):
-            raise UserError("a content part of type text needs a string in `text`", param)
-        texts.append(text)
-    return "\n".join(texts)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import llguidance.numpy as bitmask
 from llguidance import LLMatcher, LLTokenizer
 
+from worker.config.checkpoint.tokens import read_tokens
 from worker.config.limits import GRAMMAR_LIMITS
 from worker.errors import Busy
 
@@ -46,9 +47,9 @@ class Trials:
     """Says whether a model can follow a grammar. Its processes start as they are needed."""
 
     def __init__(
-        self, tokenizer: Path, vocab_size: int, *, cpu_s: int = 2, memory_bytes: int = 128 << 20
+        self, directory: Path, vocab_size: int, *, cpu_s: int = 2, memory_bytes: int = 128 << 20
     ) -> None:
-        self._arguments = [str(tokenizer), str(vocab_size), str(cpu_s), str(memory_bytes)]
+        self._arguments = [str(directory), str(vocab_size), str(cpu_s), str(memory_bytes)]
         self._free: queue.LifoQueue[_Process | None] = queue.LifoQueue()
         for _ in range(NUM_PROCESSES):
             self._free.put(None)
@@ -125,9 +126,11 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def main() -> None:
-    """The process itself: tokenizer, size of the vocabulary, and its limits for one grammar."""
-    path, vocab_size, cpu_s, memory_bytes = sys.argv[1], *map(int, sys.argv[2:])
-    tokenizer = LLTokenizer(Path(path).read_text(encoding="utf-8"), n_vocab=vocab_size)
+    """The process itself: the model, size of its vocabulary, and its limits for one grammar."""
+    directory, vocab_size, cpu_s, memory_bytes = sys.argv[1], *map(int, sys.argv[2:])
+    text = read_tokens(Path(directory)).file.within(vocab_size)
+    tokenizer = LLTokenizer(text, n_vocab=vocab_size)
+    del text
     _limit(resource.RLIMIT_CORE, 0)
     _tell({})
     used = _data_bytes()

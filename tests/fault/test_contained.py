@@ -216,7 +216,7 @@ def test_whatever_tokenizer_and_template_raise_ends_one_request(usual, method, c
     target = {
         "encode": "router.text.tokenizer.Text.encode",
         "decode": "router.text.output.OutputText.feed",
-        "render": "router.text.tokenizer.ChatTemplate.render",
+        "render": "router.text.template.ChatTemplate.render",
     }[method]
     cluster, url, _ = usual
     expected = text_of(ask(url, FREE))

@@ -1,8 +1,9 @@
 """fastokens is asked where its ids are those of tokenizers."""
 
+import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,8 @@ from router.text.backend import FastFirst
 from router.text.tokenizer import Text
 from tests.support.pairwise import whole
 from tests.support.prompts import TINY
-from tests.support.tokenizer_kinds import MAKERS, SLOW, encode_by, made, texts
+from tests.support.tokenizer_kinds import ATOMS, CORPUS, MAKERS, SLOW, encode_by, made, texts
+from worker.config.checkpoint.tokens import read_tokens
 from worker.errors import LibraryError, UserError
 
 BOTH: dict[str, tuple[encoding.Encode, encoding.Encode]] = {}
@@ -36,6 +38,28 @@ def test_its_ids_are_those_of_tokenizers(kind: str, text: str) -> None:
     fast, right = BOTH[kind]
     for adds in (False, True):
         assert list(fast(text, adds)) == list(right(text, adds))
+
+
+@pytest.mark.parametrize("kind", sorted(MAKERS))
+def test_mending_keeps_every_kind_as_it_is(kind: str, tmp_path: Path) -> None:
+    """Ids of texts and of entries; what is added and cut beside them."""
+    tokenizer = made(kind)[0]
+    cut = Tokenizer.from_str(tokenizer.to_str())
+    cut.enable_truncation(2)
+    cut.enable_padding()
+    cut.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|new|>": 1 << 20}))
+    file = read_tokens(tmp_path).file
+    vocab = tokenizer.get_vocab()
+    for entry in [*list(vocab)[::17], "<|new|>"]:
+        assert file.id_of(entry) == vocab.get(entry, len(vocab))
+    mended = Tokenizer.from_str(file.text)
+    for text in (*CORPUS, " ".join(ATOMS)):
+        for adds in (False, True):
+            right = tokenizer.encode(text, add_special_tokens=adds).ids
+            assert mended.encode(text, add_special_tokens=adds).ids == right
+    without = Tokenizer.from_str(file.within(len(vocab)))
+    assert without.get_vocab() == vocab
 
 
 class Double:
@@ -73,16 +97,8 @@ def test_what_differs_over_a_probe_is_not_used(monkeypatch: pytest.MonkeyPatch) 
     assert refused.value.param == encoding.FIELD
 
 
-@pytest.mark.parametrize(
-    "how", [{"truncation": {"max_length": 4}}, {"padding": {"pad_id": 0}}, {"dropout": 0.1}]
-)
-def test_what_looks_at_whole_texts_or_at_chance_is_left_to_tokenizers(how: dict[str, Any]) -> None:
-    made_so = Tokenizer(models.BPE(dropout=how.get("dropout")))
-    if "truncation" in how:
-        made_so.enable_truncation(4)
-    if "padding" in how:
-        made_so.enable_padding()
-    assert not isinstance(encode_by(made_so), FastFirst)
+def test_what_draws_by_chance_is_left_to_tokenizers() -> None:
+    assert not isinstance(encode_by(Tokenizer(models.BPE(dropout=0.1))), FastFirst)
 
 
 def test_a_probe_that_tokenizers_refuses_is_no_failed_start(

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from router.text.output import Ends, OutputText, StopMatcher, WindowDetokenizer
-from router.text.tokenizer import ChatTemplate, Text, text_of_parts
+from router.text.template import ChatTemplate, text_of_parts
+from router.text.tokenizer import Text
 from tests.fault.router_doubles import make_model
 from tests.support.prompts import TINY
 from worker.errors import UserError

@@ -40,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trials() -> Callable[..., Trials]:
-    return functools.partial(Trials, TINY / "tokenizer.json", VOCAB)
+    return functools.partial(Trials, TINY, VOCAB)
 
 
 def test_good_and_bad_grammars_are_told_apart_by_one_process(trials, asked: list[str]) -> None:

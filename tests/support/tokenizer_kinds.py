@@ -17,9 +17,10 @@ from tokenizers import (
     trainers,
 )
 
-from router.text.backend import Encode, TokenizerFile, encode_of
+from router.text.backend import Encode, encode_of
 from router.text.encoder import Encoder, cut_pattern
 from tests.support.prompts import TINY
+from worker.config.checkpoint.tokens import TokenizerFile
 
 START, END = "<|start|>", "<|end|>"
 CORPUS = ["the cat sat on the mat, and it sat there for 12 days", "Ünïcödé ist überall  zu Hause"]

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.train import chats
 from benchmarks.train.tokenizer import CHAT_TEMPLATE
-from router.text.tokenizer import ChatTemplate
+from router.text.template import ChatTemplate
 from tests.support.engines import running
 from tests.support.prompts import TINY, problem_ids
 from worker.api import Sampling

@@ -48,6 +48,11 @@ def test_other_weights_may_come_but_no_other_tokenizer(tmp_path: Path) -> None:
         file.write(" ")
     with pytest.raises(UserError, match=r"tokenizer\.json is another one"):
         check_change(Config(), after)
+    shutil.copy(TINY / "tokenizer.json", copy)
+    (copy / "additional_chat_templates").mkdir()
+    (copy / "additional_chat_templates" / "tool_use.jinja").write_text("hi")
+    with pytest.raises(UserError, match=r"tool_use\.jinja is another one"):
+        check_change(Config(), after)
 
 
 def test_decode_workers_of_the_old_model_find_a_prefill_worker_of_it_to_the_last() -> None:

@@ -69,7 +69,8 @@ def model(tmp_path: Path) -> Path:
     directory = tmp_path / "repository"
     shutil.copytree(TINY, directory)
     save_file({"extra": np.zeros(6_000_000, np.float32)}, directory / "more.safetensors")
-    for name in ("README.md", "pytorch_model.bin", "original/consolidated.safetensors"):
+    for name in ("README.md", "pytorch_model.bin", "original/consolidated.safetensors",
+                 "additional_chat_templates/tool_use.jinja"):  # fmt: skip
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(b"\0" * 100)
     return directory
@@ -97,8 +98,10 @@ def test_a_model_is_downloaded_once_with_the_files_that_are_needed(model: Path, 
         assert name == NAME
         assert directory.endswith(COMMIT)
         wanted = {"config.json", "generation_config.json", "tokenizer.json",
-                  "tokenizer_config.json", "model.safetensors", "more.safetensors"}  # fmt: skip
-        assert {path.name for path in Path(directory).iterdir()} == wanted
+                  "tokenizer_config.json", "model.safetensors", "more.safetensors",
+                  "additional_chat_templates/tool_use.jinja"}  # fmt: skip
+        found = [path for path in Path(directory).rglob("*") if path.is_file()]
+        assert {str(path.relative_to(directory)) for path in found} == wanted
         for file in wanted:
             assert (Path(directory) / file).read_bytes() == (model / file).read_bytes()
         assert len(hub.downloads()) == len(wanted)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -122,3 +123,23 @@ def test_a_grammar_whose_mask_takes_too_long_ends_its_requests_alone(
     assert not (words[3] == -1).all()
     with pytest.raises(UserError, match="too slow"):
         grammars.matcher(DIGITS, ())
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, VOCAB + 8])
+def test_its_tokenizer_is_the_routers(tmp_path: Path, vocab_size: int) -> None:
+    """With tokens that other files than tokenizer.json have, and no truncation."""
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    fields = json.loads((TINY / "tokenizer.json").read_text()) | {"truncation": cut}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    (tmp_path / "tokenizer_config.json").write_text('{"extra_special_tokens": ["<|tool|>"]}')
+    grammars = Grammars(tmp_path, vocab_size, [EOS])
+    words = LLMatcher.grammar_from_regex("[a-z]{40}")
+    assert grammars.matcher(words, ()).error is None
+    named = json.dumps({"grammars": [{"lark_grammar": "start: <|tool|>"}]})
+    if vocab_size == VOCAB:  # the model has no such token
+        with pytest.raises(UserError, match="grammar"):
+            grammars.matcher(named, ())
+        return
+    words = grammars.masks([grammars.matcher(named, ())]).words[1]
+    allowed = [token for token in range(vocab_size) if (int(words[token // 32]) >> token % 32) & 1]
+    assert allowed == [VOCAB]

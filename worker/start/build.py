@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,6 +15,7 @@ from worker.cache.layout import ModelLayout
 from worker.cache.pool import KVPool
 from worker.config import Machine, WorkerConfig
 from worker.config.checkpoint.shape import ModelShape, read_model_shape
+from worker.config.checkpoint.tokens import eos_ids
 from worker.config.progress import Progress, no_progress
 from worker.drafts.build import read_drafter, regions, within_block
 from worker.drafts.drafter_shape import DrafterShape
@@ -157,7 +158,11 @@ def _as_kept(config: WorkerConfig, kept: Kept) -> WorkerConfig:
 
 
 def _read_shape(configured: WorkerConfig) -> ModelShape:
-    return read_model_shape(configured.model.directory).served(configured.model.max_model_len)
+    """The model's; its tokenizer's end of a text ends an answer, too, as in vLLM."""
+    directory = configured.model.directory
+    shape = read_model_shape(directory).served(configured.model.max_model_len)
+    ends = (*shape.eos_token_ids, *eos_ids(directory, shape.vocab_size))
+    return replace(shape, eos_token_ids=tuple(dict.fromkeys(ends)))
 
 
 def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) -> Start:
