@@ -5,6 +5,7 @@ broken connection it goes on; after an end of the process, with the files that w
 workers get the directory: nodes of a Ray cluster have to share that storage.
 """
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,7 @@ def _download(repo: Repo, files: list[str], offline: bool) -> str:
     import huggingface_hub
 
     library = cast("Any", huggingface_hub)
+    offline = offline or library.constants.HF_HUB_OFFLINE
     try:
         directory = library.snapshot_download(
             repo.name,
@@ -89,9 +91,35 @@ def _download(repo: Repo, files: list[str], offline: bool) -> str:
             ignore_patterns=IGNORED,
             local_files_only=offline,
         )
+        # Where it could not ask the hub it may hand out what there is, without a word.
+        if _is_partial(Path(directory), files, offline):
+            library.model_info(repo.name, revision=repo.revision or None)
     except Exception as error:  # the hub's library raises kinds without a common base
         raise _explained(repo, error, offline) from error
     return str(directory)
+
+
+def _is_partial(directory: Path, files: list[str], offline: bool) -> bool:
+    """Whether a model's files may not all be there; raises LocalEntryNotFoundError offline."""
+    wanted = ["config.json"] if offline else ["config.json", "tokenizer.json"]
+    if WEIGHTS[0] in files:
+        index = directory / "model.safetensors.index.json"
+        wanted += _shards(index) if index.is_file() else WEIGHTS
+    if all(any(directory.glob(name)) for name in set(wanted)):
+        return False
+    if offline:
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        raise LocalEntryNotFoundError("files are missing")
+    return True
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index names; of one that cannot be read the loader tells."""
+    try:
+        return list(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return WEIGHTS
 
 
 def _explained(repo: Repo, error: Exception, offline: bool) -> KvlaneError:
@@ -102,7 +130,6 @@ def _explained(repo: Repo, error: Exception, offline: bool) -> KvlaneError:
     if isinstance(error, errors.RevisionNotFoundError):
         path = "model.revision"
         return UserError(f"{path}: {name} has no revision {repo.revision!r}", path)
-    offline = offline or constants.HF_HUB_OFFLINE
     reason = ""
     if isinstance(error, errors.HFValidationError):
         reason = f"there is no directory {name}, and a model on the hub cannot be called so"

@@ -13,6 +13,7 @@ STATUS = {
     "unsupported": 400,  # a valid field or value that is not supported yet
     "context_length_exceeded": 400,  # prompt (or prompt and max_tokens) beyond the model's length
     "invalid_api_key": 401,  # keys are configured and the request has none of them
+    "permission_denied": 403,  # its key is valid, but not for this
     "model_not_found": 404,  # another model's name
     "taken_over": 409,  # the same Idempotency-Key was sent again, and that one has the answer
     "request_timeout": 408,  # the request itself did not arrive in time
@@ -37,11 +38,12 @@ STATUS = {
 # Outcomes of a request that are no errors, or the client's; the alerts leave out the same.
 NO_FAULT = frozenset({
     "stop", "length", "abort", "invalid_value", "unsupported", "context_length_exceeded",
-    "invalid_api_key", "model_not_found", "body_too_large", "request_timeout", "taken_over",
-    "rate_limit_exceeded",
+    "invalid_api_key", "permission_denied", "model_not_found", "body_too_large",
+    "request_timeout", "taken_over", "rate_limit_exceeded",
 })  # fmt: skip
 THREAD = "thread"  # a field; whoever is told that there is no such one sends all messages again
 ANTHROPIC = "/v1/messages"  # paths that begin so answer in Anthropic's form
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 KINDS = {  # its names of statuses; others: api_error, or the client's mistake
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 504: "timeout_error",
@@ -66,6 +68,7 @@ class ApiError(KvlaneError):
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.words = ""  # in place of the message, for Anthropic's clients
         self.retry = True  # False: the client shall not try again by itself
 
     def answered(self, status: int) -> Self:
@@ -76,11 +79,8 @@ class ApiError(KvlaneError):
     @property
     def kind(self) -> str:
         """OpenAI's `type`."""
-        if self.status == 401:
-            return "authentication_error"
-        if self.status == 429:
-            return "rate_limit_error"
-        return "server_error" if self.status >= 500 else "invalid_request_error"
+        other = "server_error" if self.status >= 500 else "invalid_request_error"
+        return TYPES.get(self.status, other)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -92,7 +92,8 @@ class ApiError(KvlaneError):
     def anthropic(self) -> dict[str, Any]:
         """Anthropic's error object; the same in a response and in an event of a stream."""
         other = "api_error" if self.status >= 500 else "invalid_request_error"
-        names: dict[str, Any] = {"type": KINDS.get(self.status, other), "message": self.message}
+        kind, message = KINDS.get(self.status, other), self.words or self.message
+        names: dict[str, Any] = {"type": kind, "message": message}
         if self.param == THREAD:
             names["details"] = {"error_code": "thread_not_found"}
         return {"type": "error", "error": names}
@@ -111,6 +112,19 @@ class ApiError(KvlaneError):
         """The HTTP response of a request that has failed so, in the form of who asks for `path`."""
         body = self.anthropic if path.startswith(ANTHROPIC) else self.body
         return JSONResponse(body, self.status, self.headers)
+
+
+class TooLong(ApiError):
+    """400: more tokens than the context has, in the words by which clients know to shorten.
+
+    asked: what the request has, as words; num_tokens: those of its prompt, or "at least" so many.
+    """
+
+    def __init__(self, limit: int, asked: str, num_tokens: str, param: str) -> None:
+        message = f"This model's maximum context length is {limit} tokens. However, {asked}. "
+        message += "Please reduce the length of the messages or completion."
+        super().__init__("context_length_exceeded", message, param=param)
+        self.words = f"prompt is too long: {num_tokens} tokens > {limit} maximum"
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:

@@ -8,6 +8,8 @@ from router.errors import invalid, unsupported
 from router.openai.reading import mapping
 
 TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
+CONDENSED = "kvlane-compaction:"  # what such a text begins with; it is not encrypted
+MAX_NAME = 128  # characters, of a function
 # A call's item -> its type in a chat, and where its text is in both.
 CALLS = {"function_call": ("function", "arguments"), "custom_tool_call": ("custom", "input")}
 
@@ -34,14 +36,34 @@ def messages_of(items: Sequence[Mapping[str, Any]], param: str) -> list[dict[str
         elif isinstance(kind, str) and kind in CALLS:
             of, text = CALLS[kind]
             called = {name: word(item, name, where) for name in ("name", text)}
+            if isinstance(space := item.get("namespace"), str):
+                called["name"] = flat(space, called["name"])
             call = {"id": word(item, "call_id", where), "type": of, of: called}
             _turn(messages, ()).setdefault("tool_calls", []).append(call)
         elif kind in ("function_call_output", "custom_tool_call_output"):
             call_id, output = word(item, "call_id", where), texts(item.get("output"), where)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+        elif kind == "compaction":
+            _condense(messages, word(item, "encrypted_content", where), where)
         else:
             raise unsupported(f"{where}: items of type {kind!r} are not supported", where)
     return messages
+
+
+def flat(namespace: str, name: str) -> str:
+    """What the model calls a function of a namespace."""
+    return f"{namespace.removesuffix('__')}__{name}"[-MAX_NAME:]
+
+
+def _condense(messages: list[dict[str, Any]], content: str, where: str) -> None:
+    """Add what a conversation was condensed to; the user's texts before it become one."""
+    if not content.startswith(CONDENSED):
+        name = f"{where}.encrypted_content"
+        raise unsupported(f"{name}: it was not made by /v1/responses/compact here", name)
+    while len(messages) > 1 and messages[-1]["role"] == messages[-2]["role"] == "user":
+        last = messages.pop()["content"]
+        messages[-1]["content"] += f"\n\n{last}"
+    messages.append({"role": "assistant", "content": content.removeprefix(CONDENSED)})
 
 
 def _turn(messages: list[dict[str, Any]], but: Sequence[str]) -> dict[str, Any]:

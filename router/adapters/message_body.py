@@ -22,11 +22,17 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageAnswer(AnswerForm):
-    """The one choice of a chat as a message; `reqs` gets it meanwhile."""
+    """The one choice of a chat as a message; `reqs` gets it meanwhile.
 
-    def __init__(self, prepared: Prepared, unique_id: str, reqs: Sequence[Req]) -> None:
+    max_tokens: as the client asked; the context may leave less.
+    """
+
+    def __init__(
+        self, max_tokens: int, prepared: Prepared, unique_id: str, reqs: Sequence[Req]
+    ) -> None:
         assert isinstance(prepared.writer, ChatWriter)
         self._reqs = reqs
+        self._max_tokens = max_tokens
         self._blocks = Blocks(prepared.writer)
         self._begun = False
         self._head: dict[str, Any] = {
@@ -64,6 +70,8 @@ class MessageAnswer(AnswerForm):
         stop = self._reqs[0].output.stopped_by
         if reason == "end_turn" and stop:
             reason = "stop_sequence"
+        if reason == "max_tokens" and self._reqs[0].sampling.max_tokens < self._max_tokens:
+            reason = "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": stop or None}
 
     def _usage(self) -> dict[str, int]:

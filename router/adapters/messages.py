@@ -7,7 +7,7 @@ there; those of a form that its answers do not have are refused.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema
 
@@ -20,6 +20,7 @@ from router.openai.reply import Model
 from router.openai.schema import MAX_STOP_STRINGS, MAX_TOOLS, ChatBody, checked
 from router.openai.served import Served
 from router.openai.tools import tools_of
+from router.text.template import billless
 
 # Fields of chats that have no place in an answer of other forms.
 NOT_HERE = (
@@ -36,6 +37,7 @@ KNOWN = {  # keys of fields
 SWITCH = "enable_thinking"  # of templates
 
 Blocks = Many[dict[str, Any]]
+ChatT = TypeVar("ChatT", bound=ChatBody)
 
 
 def _blocks(value: Any) -> Any:
@@ -82,6 +84,12 @@ class MessagesBody(CountBody):
     top_k: TopK | None = None
 
 
+class MessageChat(ChatBody):
+    """The chat of a message: its `max_tokens` is a limit, and reserves nothing."""
+
+    fits_max_tokens: ClassVar[bool] = True
+
+
 def chat_of(body: CountBody, template: str) -> ChatBody:
     """The chat that a body asks for; `template`: the source of the chat template.
 
@@ -96,15 +104,18 @@ def chat_of(body: CountBody, template: str) -> ChatBody:
         raise ApiError("unsupported", message, param=THREAD).answered(404)
     fields: dict[str, Any] = dict(extra) | _sampling(body)
     fields["messages"] = [*_system(body), *_messages(body)]
-    fields["tools"] = [_tool(tool, f"tools.{i}") for i, tool in enumerate(body.tools)]
+    fields["tools"] = [_tool(tool) for tool in body.tools]
     fields |= _choice(body.tool_choice)
     fields |= _thinking(body, template, mapping(extra.get("chat_template_kwargs")))
     fields |= _form(body)
     for name, known in KNOWN.items():
-        fields |= dict.fromkeys(foreign(name, getattr(body, name), known), True)
+        given = getattr(body, name)
+        if name == "tools":  # of hosted ones the header names the types
+            given = [tool for tool in body.tools if tool.get("type") in (None, "custom")]
+        fields |= dict.fromkeys(foreign(name, given, known), True)
     if body.messages[-1].role == "assistant":
         fields["continue_final_message"] = True
-    return valid(fields)
+    return valid(MessageChat, fields)
 
 
 def refuse_foreign(extra: Mapping[str, Any]) -> None:
@@ -114,22 +125,27 @@ def refuse_foreign(extra: Mapping[str, Any]) -> None:
             raise unsupported(f"{name} has no place in an answer of this form", name)
 
 
-def valid(fields: Mapping[str, Any]) -> ChatBody:
+def valid(kind: type[ChatT], fields: Mapping[str, Any]) -> ChatT:
     """The chat with these fields; raises an ApiError, 400, that names one."""
     try:
-        return checked(ChatBody.model_validate(fields))
+        return checked(kind.model_validate(fields))
     except ValidationError as error:
         raise refused(error) from None
 
 
 def count_tokens(served: Served, own_salt: str, raw: bytes) -> dict[str, int]:
     """The answer to /v1/messages/count_tokens; raises an ApiError, or what `rendered` raises."""
-    body, text = read(CountBody, raw), served.text
+    body = read(CountBody, raw)
     served.check_model(body.model)
-    chat = chat_of(body, text.template_source)
-    prompt = rendered(chat.messages, chat, tools_of(chat).given, text)
-    tokens = served.encode(prompt, "messages", adds=False, salt=chat.salt(own_salt))
-    return {"input_tokens": len(tokens)}
+    chat = chat_of(body, served.text.template_source)
+    return {"input_tokens": num_tokens(served, own_salt, chat)}
+
+
+def num_tokens(served: Served, own_salt: str, chat: ChatBody) -> int:
+    """Those of a chat's prompt; raises as `count_tokens`."""
+    prompt = rendered(chat.messages, chat, tools_of(chat).given, served.text)
+    adds = bool(chat.add_special_tokens)
+    return len(served.encode(prompt, "messages", adds=adds, salt=chat.salt(own_salt)))
 
 
 def model_card(card: Model) -> dict[str, Any]:
@@ -149,8 +165,8 @@ def _sampling(body: CountBody) -> dict[str, Any]:
 
 def _system(body: CountBody) -> Iterator[dict[str, Any]]:
     texts = [text_of(block, f"system.{i}") for i, block in enumerate(body.system)]
-    if texts:
-        yield {"role": "system", "content": "\n".join(texts)}
+    if content := billless("\n".join(texts)):
+        yield {"role": "system", "content": content}
 
 
 def text_of(block: Mapping[str, Any], param: str, kinds: Sequence[str] = ("text",)) -> str:
@@ -211,8 +227,9 @@ def _said(blocks: Sequence[dict[str, Any]], where: str) -> dict[str, Any]:
         if kind == "thinking":
             thoughts.append(word(block, "thinking", param))
         elif kind == "tool_use":
-            given = mapping(block.get("input"))
-            function = {"name": word(block, "name", param), "arguments": json.dumps(given)}
+            given = block.get("input")
+            arguments = given if isinstance(given, str) else json.dumps(given or {})
+            function = {"name": word(block, "name", param), "arguments": arguments}
             calls.append({"id": word(block, "id", param), "type": "function", "function": function})
         elif kind != "redacted_thinking":
             texts.append(text_of(block, param))
@@ -222,10 +239,10 @@ def _said(blocks: Sequence[dict[str, Any]], where: str) -> dict[str, Any]:
     return said | ({"tool_calls": calls} if calls else {})
 
 
-def _tool(tool: Mapping[str, Any], param: str) -> dict[str, Any]:
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     kind = tool.get("type") or "custom"
-    if kind != "custom":
-        raise unsupported(f"{param}.type: tools of type {kind!r} are not run here", f"{param}.type")
+    if kind != "custom":  # nothing that is run here: `tools_of`
+        return {"type": kind, "name": tool.get("name")}
     function: dict[str, Any] = {
         "name": tool.get("name"),
         "parameters": tool.get("input_schema") or {},

@@ -37,6 +37,7 @@ class Asked:
     inputs: Sequence[Item]
     conversation: Sequence[Item]
     store: ResponseStore
+    spaces: Mapping[str, tuple[str, str]]  # `spaces_of`
     think_end: int | None  # the token behind which reasoning has ended, if there is such a one
 
 
@@ -137,12 +138,16 @@ class ResponseAnswer(AnswerForm):
             "status": "completed" if whole else "in_progress",
         }
         if block.kind in CALLS:
-            call = {"type": CALLS[block.kind], "call_id": block.id, "name": block.name}
+            call = {"type": CALLS[block.kind], "call_id": block.id, **self._named(block)}
             return item | call | {of: block.text if whole else ""}
         parts = [_part(block, self._logprobs, whole=True)] if whole else []
         if block.kind == "reasoning":
             return item | {"type": "reasoning", "summary": [], "content": parts}
         return item | {"type": "message", "role": "assistant", "content": parts}
+
+    def _named(self, block: Block) -> dict[str, str]:
+        space = self._asked.spaces.get(block.name)
+        return {"name": block.name} if space is None else {"namespace": space[0], "name": space[1]}
 
     def _told(self, step: Step) -> bytes:
         move, block, text = step
@@ -162,7 +167,7 @@ class ResponseAnswer(AnswerForm):
             part = _part(block, self._logprobs, whole=is_whole)
             told.append((f"content_part.{verb}", {**inner, "part": part}))
         if is_whole:
-            inner |= {"name": block.name} if block.kind == "call" else {}
+            inner |= {"name": self._named(block)["name"]} if block.kind == "call" else {}
             inner[of] = block.text
             inner |= {"logprobs": self._logprobs} if block.kind == "text" else {}
             told.append((f"{name}.done", inner))

@@ -1,11 +1,11 @@
 """POST /v1/responses: OpenAI's responses as chats, and what a response says of its request."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import Field
 
-from router.adapters.items import messages_of
+from router.adapters.items import flat, messages_of
 from router.adapters.messages import refuse_foreign, valid, word
 from router.adapters.store import Item, ResponseStore
 from router.errors import invalid, unsupported
@@ -18,6 +18,7 @@ from worker.api import MAX_LOGPROBS
 
 NOT_KEPT = ("conversation", "prompt")  # name what is kept at OpenAI's
 TOOL_KEYS = ("type", "name", "description", "parameters", "strict", "format")
+KEYS = {"function": TOOL_KEYS, "custom": TOOL_KEYS, "namespace": (*TOOL_KEYS, "tools")}
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 
 
@@ -52,13 +53,51 @@ class ResponseBody(RequestModel):
         return list(self.input)
 
 
-def conversation_of(body: ResponseBody, store: ResponseStore, owner: str) -> list[Item]:
-    """The items of the responses before, and then its own; raises an ApiError, 404."""
-    before: Sequence[Item] = ()
+class OpenResponseBody(ResponseBody):
+    """POST /v1/responses/input_tokens and /compact: what came before may be all."""
+
+    input: str | Many[dict[str, Any]] = Field([])
+
+
+Space = tuple[str, str]  # a namespace, and the name of a function in it
+
+
+def conversation_of(
+    body: ResponseBody, store: ResponseStore, owner: str
+) -> tuple[list[Item], list[Item]]:
+    """The items of the responses before, and its own; raises an ApiError, 404."""
+    before = list[Item]()
     if body.previous_response_id is not None:
         name = "previous_response_id"
-        before = store.get(body.previous_response_id, owner, name).conversation
-    return [*before, *body.inputs]
+        before += store.get(body.previous_response_id, owner, name).conversation
+    own = list[Item]()
+    for i, item in enumerate(body.inputs):
+        kind = item.get("type") or ("message" if "role" in item else "item_reference")
+        if kind == "item_reference":
+            name = word(item, "id", f"input.{i}")
+            known = (one for one in before if one.get("id") == name)
+            item = next(known, None) or store.item(name, owner, f"input.{i}.id")
+        own.append(item)
+    return before, own
+
+
+def spaces_of(body: ResponseBody) -> dict[str, Space]:
+    """Of functions in namespaces: how the model calls them -> what the client does.
+
+    Raises an ApiError, 400, if two tools would have one name.
+    """
+    names = dict[str, Space]()
+    plain = {tool.get("name") for tool in body.tools if tool.get("type") != "namespace"}
+    for i, tool in enumerate(body.tools):
+        if tool.get("type") == "namespace":
+            for j, one in enumerate(_inside(tool, f"tools.{i}")):
+                where = f"tools.{i}.tools.{j}"
+                space = word(tool, "name", f"tools.{i}"), word(one, "name", where)
+                name = flat(*space)
+                if name in names or name in plain:
+                    raise invalid(f"{where}: two tools have the name {name}", where)
+                names[name] = space
+    return names
 
 
 def chat_of_response(body: ResponseBody, conversation: Sequence[Item]) -> ChatBody:
@@ -76,14 +115,17 @@ def chat_of_response(body: ResponseBody, conversation: Sequence[Item]) -> ChatBo
         "messages": [{"role": "system", "content": instructions}] * (instructions is not None),
         "max_completion_tokens": body.max_output_tokens, "temperature": body.temperature,
         "top_p": body.top_p, "parallel_tool_calls": body.parallel_tool_calls,
-        "tools": list(_tools(body.tools)), "tool_choice": _choice(body.tool_choice),
+        "tools": list(_tools(body.tools)),
+        "tool_choice": _choice(body.tool_choice, body.tools, spaces_of(body)),
     }  # fmt: skip
     fields["messages"] += messages_of(conversation, "input")
     if body.truncation == "auto":
         fields["truncate_prompt_tokens"] = -1
     if body.top_logprobs or LOGPROBS in body.include:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
-    unheeded = [*foreign("tools", body.tools, TOOL_KEYS), *foreign("text", body.text, ("format",))]
+    known = [(tool, KEYS.get(str(tool.get("type")))) for tool in body.tools]
+    unheeded = [name for tool, keys in known if keys for name in foreign("tools", tool, keys)]
+    unheeded += foreign("text", body.text, ("format",))
     unheeded += foreign("reasoning", body.reasoning, ("effort",))
     unheeded += [f"include.{name}" for name in body.include if name != LOGPROBS]
     fields |= dict.fromkeys(unheeded, True)
@@ -92,32 +134,62 @@ def chat_of_response(body: ResponseBody, conversation: Sequence[Item]) -> ChatBo
     if form:
         described = {name: value for name, value in form.items() if name != "type"}
         fields["response_format"] = {"type": form.get("type"), "json_schema": described}
-    return valid(fields)
+    return valid(ChatBody, fields)
 
 
 def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     for i, tool in enumerate(tools):
-        if tool.get("type") == "custom":
+        kind = tool.get("type")
+        if kind == "custom":
             yield {"type": "custom", "custom": tool}
-            continue
-        if tool.get("type") != "function":
-            name = f"tools.{i}.type"
-            raise unsupported(f"{name}: tools of type {tool.get('type')!r} are not run here", name)
-        names = ("name", "description", "parameters", "strict")
-        given = {name: tool[name] for name in names if tool.get(name) is not None}
-        yield {"type": "function", "function": given}
+        elif kind == "namespace":
+            about = [f"{tool.get('name')}: {tool['description']}"] * bool(tool.get("description"))
+            for one in _inside(tool, f"tools.{i}"):  # the first says what they are
+                about += [one["description"]] if one.get("description") else []
+                named = {"name": flat(str(tool.get("name")), str(one.get("name")))}
+                yield from _tools([{**one, **named, "description": "\n".join(about)}])
+                about = []
+        elif kind == "function":
+            names = ("name", "description", "parameters", "strict")
+            given = {name: tool[name] for name in names if tool.get(name) is not None}
+            yield {"type": "function", "function": given}
+        else:  # nothing that is run here: `tools_of`
+            yield {"type": kind}
 
 
-def _choice(choice: Any) -> Any:
+def _inside(space: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """The tools of a namespace."""
+    tools = [mapping(tool) for tool in cast("list[Any]", space.get("tools") or [])]
+    for i, tool in enumerate(tools):
+        if tool.get("type") not in ("function", "custom"):
+            name = f"{where}.tools.{i}.type"
+            raise invalid(f"{name}: must be function or custom", name)
+    return tools
+
+
+def _choice(choice: Any, tools: Sequence[Mapping[str, Any]], spaces: Mapping[str, Space]) -> Any:
     """`tool_choice` as chats write it."""
     fields = mapping(choice)
     match fields.get("type"):
         case "function" | "custom" as kind:
-            return {"type": kind, kind: {"name": word(fields, "name", "tool_choice")}}
+            name, space = word(fields, "name", "tool_choice"), fields.get("namespace")
+            if isinstance(space, str):
+                name = flat(space, name)
+            elif all(tool.get("name") != name for tool in tools):
+                name = next((one for one, (_, own) in spaces.items() if own == name), name)
+            return {"type": kind, kind: {"name": name}}
+        case "namespace":
+            inside = [name for name, (space, _) in spaces.items() if space == fields.get("name")]
+            chosen = [{"type": "function", "function": {"name": name}} for name in inside]
+            allowed = {"mode": "required", "tools": chosen}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
         case "allowed_tools":
-            allowed = fields.get("tools")
-            chosen = map(_choice, allowed if isinstance(allowed, list) else [])  # pyright: ignore[reportUnknownArgumentType]
-            inner = {"mode": fields.get("mode"), "tools": list(chosen)}
+            chosen = list[Any]()
+            for one in cast("list[Any]", fields.get("tools") or []):
+                made = _choice(one, tools, spaces)
+                inner = mapping(mapping(made).get("allowed_tools")).get("tools")
+                chosen += [made] if inner is None else inner
+            inner = {"mode": fields.get("mode"), "tools": chosen}
             return {"type": "allowed_tools", "allowed_tools": inner}
         case _:
             return choice

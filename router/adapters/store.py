@@ -14,11 +14,12 @@ Item = Mapping[str, Any]
 
 
 class MissingResponse(ApiError):
-    """404: no response of this id is kept here, or not for who asks."""
+    """404: no response of this id is kept here, or not for who asks. item: one of it is wanted."""
 
-    def __init__(self, name: str, param: str | None) -> None:
+    def __init__(self, name: str, param: str | None, item: str = "") -> None:
         self.name = name
-        message = f"there is no response {name[:80]!r}: it was not stored, or for too long"
+        what = f"item {item[:80]!r}" if item else f"response {name[:80]!r}"
+        message = f"there is no {what}: it was not stored, or for too long"
         super().__init__("invalid_value", message, param=param)
         self.status = 404
 
@@ -70,6 +71,18 @@ class ResponseStore:
         if kept.owner != owner:
             raise MissingResponse(name, param)
         return kept
+
+    def item(self, name: str, owner: str, param: str) -> Item:
+        """An item of a response's output: its id has that of the response; raises as `get`."""
+        response = "resp_" + name.partition("_")[2].rpartition("-")[0]
+        try:
+            output: Sequence[Item] = self.get(response, owner, param).response.get("output", ())
+        except MissingResponse:
+            output = ()
+        found = next((item for item in output if item["id"] == name), None)
+        if found is None:
+            raise MissingResponse(response, param, name)
+        return found
 
     def of_anybody(self, name: str, param: str | None = None) -> Kept:
         """As `get`, whoever the owner is."""

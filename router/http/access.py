@@ -39,8 +39,8 @@ def shut_guards(config: RouterConfig, *, keys: bool) -> frozenset[Guard]:
 class Door:
     """Answers what is refused by a request's head alone; nothing else of it is read before.
 
-    401 where a path is shut and there is no key that opens it: the log says so once a minute and
-    address. 429 or 503 where it would generate and may not begin.
+    401 where a path is shut and there is no valid key, 403 for one that does not open it: the log
+    says so once a minute and address. 429 or 503 where it would generate and may not begin.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Door:
             if error.status == 401:
                 is_page = guard in (Guard.OPERATOR, Guard.ROUTER)  # a browser asks for a password
                 response.headers["www-authenticate"] = BASIC_REALM if is_page else "Bearer"
+            if error.status in (401, 403):
                 self._tell((scope.get("client") or ("an unknown address", 0))[0], path, error)
             else:
                 exchange.failure = error.code
@@ -72,19 +73,19 @@ class Door:
             await self._app(scope, receive, send)
 
     def _open(self, guard: Guard, keys: Keys, scope: Scope) -> None:
-        """Raise an ApiError, 401, unless the request brings what opens a path of this guard."""
+        """Raise an ApiError, 401 or 403, unless it brings what opens a path of this guard."""
         headers: dict[bytes, bytes] = dict(scope["headers"])
         if guard in (Guard.OPERATOR, Guard.ROUTER):
             word = headers.get(SIBLING.encode(), b"").decode("latin-1")
             if word and keys.is_sibling_word(word, scope["path"]):
                 return
-        if guard is Guard.ROUTER:
-            raise ApiError("invalid_api_key", "this is for other routers alone")
         key = keys.key_of(headers)
+        if guard is Guard.ROUTER:
+            raise ApiError("permission_denied", "this is for other routers alone")
         if guard is Guard.OPERATOR and not keys.opens_pages(key):
-            raise ApiError("invalid_api_key", "this API key opens no operators' pages: admin=yes")
+            raise ApiError("permission_denied", "this API key opens no operators' pages: admin=yes")
         if guard is Guard.ADMIN and not key.admin:
-            raise ApiError("invalid_api_key", "this API key gives no orders: admin=yes")
+            raise ApiError("permission_denied", "this API key gives no orders: admin=yes")
         if guard is Guard.KEYED:
             exchange = Exchange.of(scope)
             exchange.client, exchange.own_salt = key.name, key.own_salt

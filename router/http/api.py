@@ -63,7 +63,9 @@ class Api:
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens."""
         own_salt = Exchange.of(request.scope).own_salt
-        return await self._told(request, partial(count_tokens, self._served, own_salt))
+        return await self.told(
+            await self.body(request), partial(count_tokens, self._served, own_salt)
+        )
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -86,11 +88,11 @@ class Api:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
         own_salt = Exchange.of(request.scope).own_salt
-        return await self._told(request, partial(tokenize, self._served, own_salt))
+        return await self.told(await self.body(request), partial(tokenize, self._served, own_salt))
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        return await self._told(request, partial(detokenize, self._served))
+        return await self.told(await self.body(request), partial(detokenize, self._served))
 
     async def not_served(self, request: Request) -> Response:
         """Endpoints of OpenAI's API that this server does not have."""
@@ -122,11 +124,13 @@ class Api:
         return Answer(prepared, self._front, exchange, closed)
 
     def _of_message(self, raw: bytes, own_salt: str) -> Prepared:
-        chat = chat_of(read(MessagesBody, raw), self._served.text.template_source)
-        return replace(self.preparer.of_chat(chat, own_salt), form=MessageAnswer)
+        body = read(MessagesBody, raw)
+        chat = chat_of(body, self._served.text.template_source)
+        prepared = self.preparer.of_chat(chat, own_salt)
+        return replace(prepared, form=partial(MessageAnswer, body.max_tokens))
 
-    async def _told(self, request: Request, work: Callable[[bytes], object]) -> Response:
-        raw = await self.body(request)
+    async def told(self, raw: bytes, work: Callable[[bytes], object]) -> Response:
+        """What `work` says of a body."""
         return as_json(await _run(raw, partial(work, raw)))
 
 

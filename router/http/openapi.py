@@ -37,7 +37,7 @@ def document(version: str, model: str, shut: Container[Guard]) -> dict[str, Any]
         shown = _operation(route, model)
         if route.guard in shut:
             shown["security"] = [{"key": []}]
-        paths[route.shown_path] = {route.methods[0].lower(): shown}
+        paths.setdefault(route.shown_path, {})[route.methods[0].lower()] = shown
     return {
         "openapi": "3.1.0",
         "info": {
@@ -75,6 +75,7 @@ def _operation(route: Route, model: str) -> dict[str, Any]:
     if path.startswith(ANTHROPIC):
         named = {"type": ERROR["type"], "message": ERROR["message"]}
         failed = Content(JSON, MessageErrorReply, {"type": "error", "error": named}).shown(model)
+    method = [name.lower() for name in route.methods if name == "DELETE"]  # of a path with two
     responses = {
         "200": {"description": "Served", "content": content},
         "4XX": {"description": "The request is wrong, or comes too early", "content": failed},
@@ -85,7 +86,7 @@ def _operation(route: Route, model: str) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "summary": route.summary,
         "tags": [route.group],
-        "operationId": re.sub(r"[{}]", "", path.strip("/").replace("/", "_")),
+        "operationId": "_".join([*method, re.sub(r"[{}]", "", path.strip("/").replace("/", "_"))]),
         "responses": responses,
     }
     if route.guard in (Guard.ADMIN, Guard.OPERATOR):

@@ -1,26 +1,39 @@
 """`/v1/responses`: to make one, also with nobody to wait for it, and what is kept of them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request, Response
 from starlette.responses import JSONResponse
 from starlette.types import Message
 
+from router.adapters.compact import ASK, CompactAnswer
+from router.adapters.messages import num_tokens
 from router.adapters.response_body import UNFIT, Asked, ResponseAnswer
-from router.adapters.responses import ResponseBody, chat_of_response, conversation_of, head_of
-from router.adapters.store import Kept, MissingResponse, ResponseStore
-from router.errors import unsupported
+from router.adapters.responses import (
+    OpenResponseBody,
+    ResponseBody,
+    chat_of_response,
+    conversation_of,
+    head_of,
+    spaces_of,
+)
+from router.adapters.store import Item, Kept, MissingResponse, ResponseStore
+from router.errors import invalid, unsupported
 from router.http.answer import Answer
 from router.http.api import Api
 from router.http.exchange import Exchange
 from router.openai.body import Prepared
 from router.openai.reading import read
 from router.show.front import Front, as_json
+
+MAX_FETCHED = 32  # responses of other routers, for one request
+
+Result = TypeVar("Result")
 
 
 class Nowhere:
@@ -48,12 +61,7 @@ class ResponseRoutes:
         """POST /v1/responses."""
         owner, raw = self._owner(request), await self._api.body(request)
         prepare = partial(self._prepared, owner)
-        try:
-            answer = await self._api.generate(request, raw, prepare)
-        except MissingResponse as missing:
-            if not await self._fetch(missing.name, owner):
-                raise
-            answer = await self._api.generate(request, raw, prepare)
+        answer = await self._with_kept(owner, lambda: self._api.generate(request, raw, prepare))
         form = answer.form
         assert isinstance(form, ResponseAnswer)
         if not form.is_background:
@@ -64,6 +72,27 @@ class ResponseRoutes:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return JSONResponse(begun)
+
+    async def compact(self, request: Request) -> Response:
+        """POST /v1/responses/compact."""
+        owner, raw = self._owner(request), await self._api.body(request)
+        prepare = partial(self._condensed, owner)
+        return await self._with_kept(owner, lambda: self._api.generate(request, raw, prepare))
+
+    async def count(self, request: Request) -> Response:
+        """POST /v1/responses/input_tokens."""
+        owner, raw = self._owner(request), await self._api.body(request)
+        own_salt = Exchange.of(request.scope).own_salt
+
+        def counted(raw: bytes) -> dict[str, Any]:
+            body = self._read(raw)
+            self._served.check_model(body.model)
+            before, own = conversation_of(body, self._store, owner)
+            chat = chat_of_response(body, [*before, *own])
+            num = num_tokens(self._served, own_salt, chat)
+            return {"object": "response.input_tokens", "input_tokens": num}
+
+        return await self._with_kept(owner, lambda: self._api.told(raw, counted))
 
     async def get(self, request: Request) -> Response:
         """GET /v1/responses/{name}."""
@@ -120,19 +149,61 @@ class ResponseRoutes:
     def _owner(self, request: Request) -> str:
         return Exchange.of(request.scope).client
 
+    async def _with_kept(self, owner: str, work: Callable[[], Awaitable[Result]]) -> Result:
+        """What `work` makes, when responses that it lacks have come from other routers."""
+        fetched = set[str]()
+        while True:
+            try:
+                return await work()
+            except MissingResponse as missing:
+                name = missing.name
+                if name in fetched or len(fetched) == MAX_FETCHED:
+                    raise
+                if not await self._fetch(name, owner):
+                    raise
+                fetched.add(name)
+
+    def _read(self, raw: bytes) -> OpenResponseBody:
+        body = read(OpenResponseBody, raw)
+        if not body.input and body.previous_response_id is None:
+            raise invalid("input: is needed, or previous_response_id", "input")
+        return body
+
     def _prepared(self, owner: str, raw: bytes, own_salt: str) -> Prepared:
-        body = read(ResponseBody, raw)
-        conversation = conversation_of(body, self._store, owner)
-        prepared = self._api.preparer.of_chat(chat_of_response(body, conversation), own_salt)
+        return self._made(read(ResponseBody, raw), owner, own_salt)
+
+    def _condensed(self, owner: str, raw: bytes, own_salt: str) -> Prepared:
+        """The summary is asked for as one more message; no tool is called and nothing is kept."""
+        body = self._read(raw)
+        if body.stream or body.background:
+            name = "stream" if body.stream else "background"
+            raise invalid(f"{name}: /compact answers whole, and at once", name)
+        fixed: dict[str, Any] = {"tools": [], "tool_choice": "auto", "text": {}, "store": False}
+        body = body.model_copy(update=fixed)
+        return self._made(body, owner, own_salt, asks=(ASK,), form=CompactAnswer)
+
+    def _made(
+        self,
+        body: ResponseBody,
+        owner: str,
+        own_salt: str,
+        *,
+        asks: Sequence[Item] = (),
+        form: type[ResponseAnswer] = ResponseAnswer,
+    ) -> Prepared:
+        before, own = conversation_of(body, self._store, owner)
+        chat = chat_of_response(body, [*before, *own, *asks])
         asked = Asked(
             head=head_of(body, self._served),
             owner=owner,
-            inputs=body.inputs,
-            conversation=conversation,
+            inputs=own,
+            conversation=[*before, *own],
             store=self._store,
+            spaces=spaces_of(body),
             think_end=self._api.preparer.think_end,
         )
-        return replace(prepared, form=partial(ResponseAnswer, asked))
+        prepared = self._api.preparer.of_chat(chat, own_salt)
+        return replace(prepared, form=partial(form, asked))
 
     async def _run(self, answer: Answer, name: str) -> None:
         async def nobody_reads(message: Message) -> None:

@@ -12,7 +12,7 @@ from msgspec import Struct
 from pydantic import BaseModel
 
 from router.adapters.messages import CountBody, MessagesBody
-from router.adapters.responses import ResponseBody
+from router.adapters.responses import OpenResponseBody, ResponseBody
 from router.http.orders import DrainOrder, RoleOrder
 from router.openai import reply
 from router.openai.schema import ChatBody, CompletionBody
@@ -110,12 +110,17 @@ RESPONSE: dict[str, Any] = {
         "content": [{"type": "output_text", "text": "Hello!", "annotations": []}],
     }],
 }  # fmt: skip
+COMPACTED: dict[str, Any] = {
+    "id": "resp_5e0c", "object": "response.compaction", "created_at": 1700000000,
+    "output": [{"type": "compaction", "id": "cmp_5e0c-0", "encrypted_content": "…"}],
+}  # fmt: skip
 HELLO = [{"role": "user", "content": "Hello"}]
 CARD = {
     "id": "tiny", "object": "model", "created": 1700000000, "owned_by": "kvlane",
     "max_model_len": 4096,
 }  # fmt: skip
 
+HTML = (Content("text/html", None, "<!doctype html>…"),)
 POST = ("POST",)
 _generate = partial(Route, "Generate", Guard.KEYED)
 _tokens = partial(Route, "Models and tokens", Guard.KEYED)
@@ -154,10 +159,26 @@ ROUTES = (
         "Answer a chat, in the form of OpenAI's responses", (_json(None, RESPONSE),),
         _json(ResponseBody, {"model": "tiny", "input": "Hello", "max_output_tokens": 32}), "chat",
     ),
-    _generate("/v1/responses/{name}", "responses.get"),
-    _generate("/v1/responses/{name}", "responses.delete", ("DELETE",)),
-    _generate("/v1/responses/{name}/input_items", "responses.inputs"),
-    _generate("/v1/responses/{name}/cancel", "responses.cancel", POST),
+    _generate(
+        "/v1/responses/input_tokens", "responses.count", POST,
+        "The tokens of a chat, in the form of OpenAI's responses",
+        (_json(None, {"object": "response.input_tokens", "input_tokens": 12}),),
+        _json(OpenResponseBody, {"model": "tiny", "input": "Hello"}),
+    ),
+    _generate(
+        "/v1/responses/compact", "responses.compact", POST,
+        "Condense a conversation to a summary by the model", (_json(None, COMPACTED),),
+        _json(OpenResponseBody, {"model": "tiny", "input": "Hello"}), "chat",
+    ),
+    _generate("/v1/responses/{name}", "responses.get", summary="A response that was stored",
+              replies=(_json(None, RESPONSE),)),
+    _generate("/v1/responses/{name}", "responses.delete", ("DELETE",), "Forget a response",
+              (_json(None, {"id": "resp_5e0c", "object": "response", "deleted": True}),)),
+    _generate("/v1/responses/{name}/input_items", "responses.inputs",
+              summary="The items that a response was asked with",
+              replies=(_json(None, {"object": "list", "data": [], "has_more": False}),)),
+    _generate("/v1/responses/{name}/cancel", "responses.cancel", POST,
+              "End a background response", (_json(None, RESPONSE | {"status": "cancelled"}),)),
     _tokens(
         "/tokenize", "api.tokenize", POST, "The tokens of a text or of a chat",
         (_json(reply.TokenizeReply, TOKENS),),
@@ -218,9 +239,13 @@ ROUTES = (
         summary="Workers, load, throughput and latencies of the last minutes, and who was replaced",
         replies=(_json(None, {"model": "tiny", "workers": [], "routers": [], "changes": []}),),
     ),
-    _operator("/dashboard", "pages.page"),
-    _operator("/dashboard/playground", "pages.page"),
-    _operator("/dashboard/own", "pages.own", is_probe=True),
+    _operator("/dashboard", "pages.page", summary="A page: workers, load, latencies",
+              replies=HTML),
+    _operator("/dashboard/playground", "pages.page", summary="A page: to try the model",
+              replies=HTML),
+    _operator("/dashboard/own", "pages.own", is_probe=True,
+              summary="What this router alone knows of `/dashboard/data`",
+              replies=(_json(None, {}),)),
     _operator("/dashboard/static/{name:path}", "pages.file"),
     Route("", Guard.ROUTER, "/dashboard/responses/{name}", "responses.own"),
     _operator(

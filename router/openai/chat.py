@@ -3,7 +3,7 @@
 import json
 import secrets
 from collections.abc import Callable, Container, Sequence
-from typing import Any
+from typing import Any, cast
 
 from msgspec import UNSET, UnsetType
 
@@ -28,7 +28,7 @@ from router.openai.schema import Message, OfTemplate
 from router.text.parsers import CallPart, Parsed, Parser, Plain
 from router.text.probe import CONTENTS, Probe, json_text
 from router.text.reasoning import Marks
-from router.text.template import ChatTemplate, text_of_parts, text_parts
+from router.text.template import AsWritten, ChatTemplate, billless, text_of_parts, text_parts
 from router.text.tokenizer import Text
 from worker.api import FinishReason
 
@@ -183,6 +183,8 @@ def _turn(message: Message, where: str, template: ChatTemplate) -> dict[str, Any
     if role == "developer" and "developer" not in template.source:
         role = "system"
     content = _content(message.content, f"{where}.content", role, probe)
+    if role in ("system", "developer"):
+        content = billless(content)
     one: dict[str, Any] = {"role": role, "content": content, **(message.model_extra or {})}
     one = {name: value for name, value in one.items() if value is not None}
     thought = next((one[name] for name in THOUGHTS if name in one), None)
@@ -234,7 +236,10 @@ def _until(mark: str, prompt: str) -> str:
 
 
 def _earlier_call(call: dict[str, Any], where: str, *, as_text: bool) -> dict[str, Any]:
-    """A call with its arguments as an object, which is what most templates expect, or as a text."""
+    """A call with its arguments as an object, which is what most templates expect, or as a text.
+
+    They are what a model wrote, perhaps no object: no reason to end a conversation.
+    """
     if call.get("type") == "custom":
         custom = mapping(call.get("custom"))
         arguments = {"input": custom.get("input")}
@@ -244,16 +249,22 @@ def _earlier_call(call: dict[str, Any], where: str, *, as_text: bool) -> dict[st
     if not isinstance(fields.get("name"), str):
         raise invalid(f"{where}.function.name: must be a string", f"{where}.function.name")
     given: Any = fields.get("arguments")
-    written = isinstance(given, str) and given.strip()
-    arguments: Any = {} if isinstance(given, str) else given
-    if written:
-        try:
-            arguments = json.loads(given)
-        except (ValueError, RecursionError):
-            arguments = None
-    if not isinstance(arguments, dict):
-        path = f"{where}.function.arguments"
-        raise invalid(f"{path}: must be a JSON object, as text", path)
+    if given is None or (isinstance(given, str) and not given.strip()):
+        given = {}
+    arguments = given
     if as_text:
-        arguments = given if written else json_text(arguments)
+        arguments = given if isinstance(given, str) else json_text(given)
+    elif not isinstance(given, dict):
+        arguments = _read(given if isinstance(given, str) else json_text(given))
     return call | {"function": fields | {"arguments": arguments}}
+
+
+def _read(arguments: str) -> dict[str, Any]:
+    """The object that is written there; what is none, such as a call cut off, stays as it is."""
+    try:
+        read = json.loads(arguments)
+        if "\\u" in arguments:
+            json_text(read).encode()  # raises for half a surrogate pair
+    except (ValueError, RecursionError):
+        read = None
+    return cast("dict[str, Any]", read) if isinstance(read, dict) else AsWritten(arguments)

@@ -11,9 +11,9 @@ SETTING = "router.generation_config"
 MAX_TEMPERATURE = 100.0
 
 Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)]
-TopP = Annotated[float, Field(gt=0, le=1)]
+TopP = Annotated[float, Field(ge=0, le=1)]  # 0 = greedy
 TopK = Annotated[int, Field(ge=-1, lt=2**31)]
-MinP = Annotated[float, Field(ge=0, lt=1)]
+MinP = Annotated[float, Field(ge=0, le=1)]  # 1 = greedy
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 
 

@@ -84,6 +84,13 @@ def foreign(path: str, value: Any, known: Iterable[str] = ()) -> Iterator[str]:
                 yield f"{path}.{key}"
 
 
+def is_hosted(tool: Mapping[str, Any]) -> bool:
+    """Whether a tool is one that a server runs, or that models of one maker know: no function."""
+    kind = tool.get("type")
+    named = isinstance(kind, str) and kind not in ("function", "custom")
+    return named and "function" not in tool
+
+
 def listed(names: Iterable[str]) -> str:
     """Names as one line for a header or a message: bounded, and of harmless characters."""
     shown = [UNFIT.sub("?", name[:MAX_NAME_CHARS]) for name in names]

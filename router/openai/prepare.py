@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from router.config import RouterConfig
 from router.dispatch.queue import Req
-from router.errors import ApiError, invalid, unsupported
+from router.errors import TooLong, invalid, unsupported
 from router.openai import chat, completions
 from router.openai.body import AnswerWriter, Prepared
 from router.openai.constraints import constraint_of
@@ -282,15 +282,15 @@ def allowed_tokens(num_prompt_tokens: int, body: GenerationBody, served: Served,
     if num_prompt_tokens == 0:
         raise invalid("the prompt is empty", param)
     left, (asked, field) = limit - num_prompt_tokens, body.asked_max_tokens
-    if left >= (asked or 1):
+    if left > 0 and (body.fits_max_tokens or left >= (asked or 1)):
         if asked == 0:  # workers draw one at least
             return 1
-        return asked or min(left, body.default_max_tokens or left)
-    message = f"the model's context is {limit} tokens; the prompt has {num_prompt_tokens}"
+        return min(left, asked or body.default_max_tokens or left)
+    words = f"your prompt has {num_prompt_tokens} tokens"
     if asked is not None:
-        message += f" and {field} is {asked}"
+        words += f" and {field} is {asked}"
     fits = left > 0  # then a shorter output would fit
-    raise ApiError("context_length_exceeded", message, param=field if fits else param)
+    raise TooLong(limit, words, str(num_prompt_tokens), field if fits else param)
 
 
 def _check_sums(body: GenerationBody, prompts: Sequence[tuple[int, ...]], job: _Job) -> None:

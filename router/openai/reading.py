@@ -1,5 +1,7 @@
 """How bodies of requests are read: null means the default, and a mistake names its field."""
 
+import json
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar, cast
 
@@ -9,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from router.errors import ApiError, invalid
 from router.openai.defaults import given
 
+HALF = re.compile("[\ud800-\udfff]")
 MAX_PARAM = 200  # characters of a field's path, which may hold names of the client's own
 FORMS = ("list[", "dict[", "[key]")  # how pydantic's paths of errors name a union's alternatives
 
@@ -44,7 +47,32 @@ def read(model: type[ModelT], raw: bytes) -> ModelT:
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:
-        raise refused(error) from None
+        is_json = error.errors(include_url=False)[0]["type"] != "json_invalid"
+        raise (not is_json and _half_pair(raw)) or refused(error) from None
+
+
+def _half_pair(raw: bytes) -> ApiError | None:
+    """The 400 for a body with half a surrogate pair, which pydantic's parser does not place."""
+    try:
+        inside: list[tuple[str, Any]] = [("", json.loads(raw))]
+    except (ValueError, RecursionError):
+        return None
+    while inside:
+        path, value = inside.pop()
+        if isinstance(value, dict):
+            fields = cast("dict[str, Any]", value)
+            inside += [(f"{path}.{name}", item) for name, item in fields.items()]
+            value = "".join(fields)
+        elif isinstance(value, list):
+            items = cast("list[Any]", value)
+            inside += [(f"{path}.{i}", item) for i, item in enumerate(items)]
+        half = HALF.search(value) if isinstance(value, str) else None
+        if half is not None:
+            param = path.strip(".")[:MAX_PARAM].encode(errors="replace").decode() or None
+            code = f"\\u{ord(half[0]):04x}"
+            message = f"has {code}, half a surrogate pair, which is no character"
+            return invalid(f"{param or 'body'}: {message}", param)
+    return None
 
 
 def refused(error: ValidationError, prefix: str = "") -> ApiError:

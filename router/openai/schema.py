@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from router.errors import invalid
 from router.openai.defaults import Defaults, MinP, RepetitionPenalty, Temperature, TopK, TopP, given
-from router.openai.fields import check_built, foreign
+from router.openai.fields import check_built, foreign, is_hosted
 from router.openai.reading import Many, RequestModel, contradiction, read
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Sampling
 
@@ -97,6 +97,7 @@ class GenerationBody(Salted):
 
     # Output tokens where the body names no limit; None: as many as the prompt leaves room for.
     default_max_tokens: ClassVar[int | None] = None
+    fits_max_tokens: ClassVar[bool] = False  # whether a limit that has no room is cut to it
 
     model: str = ""
     stream: bool = False
@@ -195,14 +196,16 @@ class GenerationBody(Salted):
                 raise invalid(f"{name} contradicts structured output, which has its own end", name)
         given = {name: getattr(self, name) for name in Defaults.model_fields}
         drawn = defaults.model_copy(update={k: v for k, v in given.items() if v is not None})
+        # Nothing but the likeliest token is left by these.
+        greedy = drawn.temperature < MIN_TEMPERATURE or drawn.top_p == 0 or drawn.min_p == 1
         taken = {name: getattr(self, name) for name in AS_GIVEN}
         return Sampling(
             **taken,
             max_tokens=max_tokens,
-            temperature=0.0 if drawn.temperature < MIN_TEMPERATURE else drawn.temperature,
-            top_p=drawn.top_p,
+            temperature=0.0 if greedy else drawn.temperature,
+            top_p=drawn.top_p or 1.0,
             top_k=max(0, drawn.top_k),
-            min_p=drawn.min_p,
+            min_p=drawn.min_p if drawn.min_p < 1 else 0.0,
             repetition_penalty=drawn.repetition_penalty,
             seed=secrets.randbits(63) if self.seed is None else self.seed % 2**63,
             stop_ids=tuple(sorted(set(self.stop_token_ids))),
@@ -271,7 +274,8 @@ class ChatBody(OfTemplate, GenerationBody):
 
     def unknown(self, template: str) -> Iterator[str]:
         yield from super().unknown(template)
-        yield from dict.fromkeys(foreign("tools", self.tools))
+        yield from dict.fromkeys(foreign("tools", [t for t in self.tools if not is_hosted(t)]))
+        yield from dict.fromkeys(f"tools.{t['type']}" for t in self.tools if is_hosted(t))
         named = self.of_template
         for name in named:
             from_kwargs = name in self.chat_template_kwargs

@@ -8,7 +8,7 @@ from msgspec import UNSET
 
 from router.config import RouterConfig
 from router.dispatch.members import Members
-from router.errors import ApiError, invalid
+from router.errors import ApiError, TooLong, invalid
 from router.openai.defaults import Defaults
 from router.openai.reply import Model
 from router.text.speech import Speech
@@ -63,9 +63,8 @@ class Served:
         """
         limit = self.max_model_len
         if len(prompt) > limit * self.text.max_token_chars:
-            characters = f"the prompt has {len(prompt)} characters"
-            message = f"the model's context is {limit} tokens; {characters}"
-            raise ApiError("context_length_exceeded", message, param=param)
+            least = f"at least {len(prompt) // self.text.max_token_chars}"
+            raise TooLong(limit, f"your prompt has {len(prompt)} characters", least, param)
         tokens = self.text.encode(prompt, add_special_tokens=adds, salt=salt)
         unknown = self.text.unknown_ids
         if unknown and not unknown.keys().isdisjoint(tokens):

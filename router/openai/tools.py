@@ -6,8 +6,9 @@ from typing import Any, Literal, cast
 
 from pydantic import Field, ValidationError
 
-from router.errors import invalid
+from router.errors import invalid, unsupported
 from router.openai.custom_calls import as_function
+from router.openai.fields import is_hosted
 from router.openai.reading import RequestModel, mapping, refused
 from router.openai.schema import ChatBody
 from router.text.bounded import Bounds
@@ -25,7 +26,7 @@ from router.text.template import ChatTemplate
 class Function(RequestModel):
     """A function as OpenAI describes it."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")  # 64 at OpenAI's, 128 at Anthropic's
     description: str = ""
     parameters: dict[str, Any] = Field({})
     strict: bool = False
@@ -56,10 +57,13 @@ def tools_of(body: ChatBody) -> Tools:
         return Tools([])
     if not body.tools:
         raise invalid("tool_choice needs tools", "tool_choice")
-    given = [as_function(tool, f"tools.{i}") for i, tool in enumerate(body.tools)]
-    functions = tuple(_function(i, tool) for i, tool in enumerate(given))
-    kinds = zip(functions, body.tools, strict=True)
-    custom = frozenset(function.name for function, tool in kinds if tool.get("type") == "custom")
+    taken = [(f"tools.{i}", tool) for i, tool in enumerate(body.tools) if not is_hosted(tool)]
+    if not taken and choice in (None, "auto"):
+        return Tools([])
+    given = [as_function(tool, where) for where, tool in taken]
+    functions = tuple(_function(*each) for each in zip((w for w, _ in taken), given, strict=True))
+    kinds = zip(functions, taken, strict=True)
+    custom = frozenset(one.name for one, (_, tool) in kinds if tool.get("type") == "custom")
     if mapping(choice).get("type") == "allowed_tools":
         choice, names = _allowed(choice, functions)
         kept = [i for i, function in enumerate(functions) if function.name in names]
@@ -68,20 +72,24 @@ def tools_of(body: ChatBody) -> Tools:
     parallel = body.parallel_tool_calls
     if choice == "required":
         demanded = functions
+        if not functions:
+            raise unsupported("tool_choice: none of these tools is run here", "tool_choice")
     elif choice not in (None, "auto"):
         name = _chosen(choice)
         demanded = tuple(function for function in functions if function.name == name)[:1]
         if not demanded:
-            raise invalid(f"tool_choice: no tool has the name {name!r}", "tool_choice")
+            hosted = any(tool.get("name") == name for tool in body.tools if is_hosted(tool))
+            problem = "is not run here" if hosted else "is the name of no tool"
+            raise invalid(f"tool_choice: {name!r} {problem}", "tool_choice")
         parallel = False  # a function by name is called once, as in OpenAI's API
     return Tools(given, functions, demanded, custom, parallel)
 
 
-def _function(i: int, tool: dict[str, Any]) -> Function:
+def _function(where: str, tool: dict[str, Any]) -> Function:
     try:
         return Tool.model_validate(tool).function
     except ValidationError as error:
-        raise refused(error, f"tools.{i}") from None
+        raise refused(error, where) from None
 
 
 def _allowed(choice: Any, functions: Sequence[Function]) -> tuple[str, set[str]]:
@@ -90,8 +98,8 @@ def _allowed(choice: Any, functions: Sequence[Function]) -> tuple[str, set[str]]
     fields = mapping(mapping(choice).get("allowed_tools"))
     mode, tools = fields.get("mode"), fields.get("tools")
     tools = cast("list[Any]", tools) if isinstance(tools, list) else []
-    names = {_chosen(tool) for tool in tools}
-    if mode not in ("auto", "required") or not names:
+    names = {_chosen(tool) for tool in tools if not is_hosted(mapping(tool))}
+    if mode not in ("auto", "required") or not tools:
         raise invalid(f"{param}: needs a mode, auto or required, and tools", param)
     unknown = sorted(names - {function.name for function in functions})
     if unknown:
@@ -103,6 +111,8 @@ def _chosen(choice: Any) -> str:
     fields = mapping(choice)
     kind = str(fields.get("type"))
     name = mapping(fields.get(kind)).get("name")
+    if is_hosted(fields) and kind != "allowed_tools":
+        raise unsupported(f"tool_choice: tools of type {kind!r} are not run here", "tool_choice")
     if kind not in ("function", "custom") or not isinstance(name, str):
         message = "tool_choice: must be none, auto, required, allowed_tools or a tool by name"
         raise invalid(message, "tool_choice")

@@ -1,6 +1,7 @@
 """Chat templates of models, run in jinja2's sandbox with the names that Hugging Face defines."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +23,7 @@ OLDER_FILES = ("chat_template.json", "processor_config.json")  # of multimodal m
 OTHERS = "additional_chat_templates/*.jinja"
 FILES = (FILE, *OLDER_FILES, OTHERS)
 COUNTED = "_counted"  # a name of templates: `_limited_turns`
+BILLING = re.compile(r"\A(?:x-anthropic-[\w-]+:.*(?:\n|\Z))+")
 MAX_TURNS = 1_000_000  # of all loops of a template for one prompt; a second, at most
 
 
@@ -63,6 +65,19 @@ def _limited_turns() -> Callable[[Iterable[Any]], Iterator[Any]]:
     return counted
 
 
+class AsWritten(dict[str, str]):
+    """A call's arguments that are no JSON object: where a template writes them as JSON or as text,
+    this is `text` itself; where it writes them one by one, there is one, `arguments`.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(arguments=text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -71,6 +86,8 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Hugging Face's, whose options templates also give by their place."""
+    if isinstance(value, AsWritten):
+        return value.text
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -181,6 +198,19 @@ def _named(fields: Fields) -> dict[str, str]:
         if all(isinstance(text, str) for pair in named.items() for text in pair):
             return named
     raise fields.error("chat_template", "must be a text, or texts by their names")
+
+
+def billless(
+    content: str | list[dict[str, Any]],
+) -> str | list[dict[str, Any]]:
+    """A system prompt without the lines at its head that Claude Code writes for who bills it.
+
+    They differ in each request, so that no prompt would be found in a cache.
+    """
+    if isinstance(content, str):
+        return BILLING.sub("", content)
+    first = BILLING.sub("", content[0]["text"]) if content else ""
+    return [{**content[0], "text": first}, *content[1:]] if first else content[1:]
 
 
 def text_of_parts(parts: Sequence[Mapping[str, Any]], param: str) -> str:

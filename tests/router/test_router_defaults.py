@@ -89,7 +89,7 @@ def test_values_of_the_file(tmp_path: Path, generation: Any, changed: dict[str, 
 
 
 @pytest.mark.parametrize(
-    "text", ['{"top_p": 0}', '{"temperature": "hot"}', "[]", "{", '{"top_k": 1.5}']
+    "text", ['{"top_p": 2}', '{"temperature": "hot"}', "[]", "{", '{"top_k": 1.5}']
 )
 def test_a_file_that_no_request_could_follow_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)

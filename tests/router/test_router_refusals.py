@@ -54,8 +54,6 @@ OF_CHATS: list[Row] = [
     ({"tools": WRONG_SCHEMA, "response_format": {"type": "json_object"}}, "tools"),
     ({"tools": TOOLS, "tool_choice": "required", "min_tokens": 2}, "min_tokens"),
     (earlier({}), "messages.1.tool_calls.0.function.name"),
-    (earlier({"function": {"name": "a", "arguments": "{"}}),
-     "messages.1.tool_calls.0.function.arguments"),
     # Wishes for a grammar that nothing can satisfy, or that contradict each other.
     *wrong(guided_json=IMPOSSIBLE, response_format="json_object", guided_choice=[],
            guided_regex="a(", guided_grammar="no grammar"),
@@ -76,7 +74,7 @@ OF_CHATS: list[Row] = [
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
 ]  # fmt: skip
 OF_TEXTS: list[Row] = [
-    *wrong(prompt="", temperature=-1, top_p=0, min_p=1, max_tokens=-1, stop=["a", ""],
+    *wrong(prompt="", temperature=-1, top_p=1.1, min_p=1.1, max_tokens=-1, stop=["a", ""],
            stop_token_ids=[-1], stream_options={"include_usage": True}, logprobs=21, n=0,
            presence_penalty=2.1, repetition_penalty=0, logit_bias={"512": 1}),
     *wrong(prompt=[], n=129, return_trace=3),
