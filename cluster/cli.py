@@ -129,11 +129,11 @@ def parser_of_commands() -> argparse.ArgumentParser:
     joined = "join this Ray cluster instead of starting Ray here (also: RAY_ADDRESS)"
     serve = command("serve", _serve, "start a cluster and serve until Ctrl-C", joined)
     serve.add_argument("--offline", action="store_true", help="take no model from the network")
-    config = command("config", _config, "print the configuration that serve would use", "")
+    config = command("config", _config, "print the configuration; auto stays auto", "")
     kind = config.add_mutually_exclusive_group()
     kind.add_argument("--schema", action="store_true", help="print its JSON schema instead")
     kind.add_argument(
-        "--explain", action="store_true", help="say of each value where it comes from and why"
+        "--explain", action="store_true", help="say what serve makes of each value, and why"
     )
     status = command("status", _status, "show what runs")
     examined = "examine what runs on this Ray cluster"

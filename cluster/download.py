@@ -80,9 +80,10 @@ def fetch_drafter(config: Config, *, offline: bool) -> Config:
 def _download(repo: Repo, files: list[str], offline: bool) -> str:
     # Here, because it reads the environment when it is imported and takes a part of a second.
     import huggingface_hub
+    from huggingface_hub import constants
 
     library = cast("Any", huggingface_hub)
-    offline = offline or library.constants.HF_HUB_OFFLINE
+    offline = offline or constants.HF_HUB_OFFLINE
     try:
         directory = library.snapshot_download(
             repo.name,

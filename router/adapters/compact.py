@@ -31,7 +31,14 @@ class CompactAnswer(ResponseAnswer):
         if text:
             name = made["id"].removeprefix("resp_")
             summary = {"id": f"cmp_{name}-0", "type": "compaction"}
-            output = [item for item in output if item.get("role") == "user"]
+            output = [_said(item) for item in output if item.get("role") == "user"]
             output.append({**summary, "encrypted_content": CONDENSED + text})
         about = {name: made[name] for name in ("id", "created_at", "usage")}
         return to_json({**about, "object": "response.compaction", "output": output})
+
+
+def _said(item: Item) -> Item:
+    """A user's message as items of an output are written."""
+    content = item.get("content")
+    parts = [{"type": "input_text", "text": content}] if isinstance(content, str) else content
+    return {"type": "message", "status": "completed", **item, "content": parts}

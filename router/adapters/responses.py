@@ -72,7 +72,8 @@ def conversation_of(
         before += store.get(body.previous_response_id, owner, name).conversation
     own = list[Item]()
     for i, item in enumerate(body.inputs):
-        kind = item.get("type") or ("message" if "role" in item else "item_reference")
+        is_named = "id" in item and "role" not in item  # a reference, also without its type
+        kind = item.get("type") or ("item_reference" if is_named else "message")
         if kind == "item_reference":
             name = word(item, "id", f"input.{i}")
             known = (one for one in before if one.get("id") == name)
@@ -145,9 +146,11 @@ def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         elif kind == "namespace":
             about = [f"{tool.get('name')}: {tool['description']}"] * bool(tool.get("description"))
             for one in _inside(tool, f"tools.{i}"):  # the first says what they are
-                about += [one["description"]] if one.get("description") else []
-                named = {"name": flat(str(tool.get("name")), str(one.get("name")))}
-                yield from _tools([{**one, **named, "description": "\n".join(about)}])
+                named: dict[str, Any] = {"name": flat(str(tool.get("name")), str(one.get("name")))}
+                own = one.get("description") or ""
+                if isinstance(own, str):
+                    named["description"] = "\n".join([*about, own]).strip()
+                yield from _tools([{**one, **named}])
                 about = []
         elif kind == "function":
             names = ("name", "description", "parameters", "strict")
@@ -159,7 +162,10 @@ def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _inside(space: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """The tools of a namespace."""
-    tools = [mapping(tool) for tool in cast("list[Any]", space.get("tools") or [])]
+    given = space.get("tools")
+    if not isinstance(given, list):
+        raise invalid(f"{where}.tools: must be a list", f"{where}.tools")
+    tools = [mapping(tool) for tool in cast("list[Any]", given)]
     for i, tool in enumerate(tools):
         if tool.get("type") not in ("function", "custom"):
             name = f"{where}.tools.{i}.type"
@@ -185,7 +191,8 @@ def _choice(choice: Any, tools: Sequence[Mapping[str, Any]], spaces: Mapping[str
             return {"type": "allowed_tools", "allowed_tools": allowed}
         case "allowed_tools":
             chosen = list[Any]()
-            for one in cast("list[Any]", fields.get("tools") or []):
+            allowed = fields.get("tools")
+            for one in cast("list[Any]", allowed) if isinstance(allowed, list) else ():
                 made = _choice(one, tools, spaces)
                 inner = mapping(mapping(made).get("allowed_tools")).get("tools")
                 chosen += [made] if inner is None else inner

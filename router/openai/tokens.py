@@ -6,6 +6,8 @@ from pydantic import Field
 
 from router.errors import invalid
 from router.openai.chat import rendered
+from router.openai.custom_calls import as_function
+from router.openai.fields import is_hosted
 from router.openai.reading import Many, RequestModel, read
 from router.openai.reply import DetokenizeReply, TokenizeReply
 from router.openai.schema import Message, OfTemplate, Salted
@@ -41,7 +43,9 @@ def tokenize(served: Served, own_salt: str, raw: bytes) -> TokenizeReply:
         raise invalid("either prompt or messages is needed", "prompt")
     salt = body.salt(own_salt)
     if body.messages is not None:
-        prompt = rendered(body.messages, body, body.tools, text)
+        tools = enumerate(body.tools)
+        heard = [as_function(tool, f"tools.{i}") for i, tool in tools if not is_hosted(tool)]
+        prompt = rendered(body.messages, body, heard, text)
         adds = bool(body.add_special_tokens)
         tokens = served.encode(prompt, "messages", adds=adds, salt=salt)
     else:

@@ -182,6 +182,16 @@ def test_without_network_the_error_says_what_to_do(home: Path) -> None:
     message = refused(None, home, "--model", NAME, code=1)
     for part in ("cannot download", "Connection refused", "--local-dir", "HF_ENDPOINT"):
         assert part in message
+    repository = home / "hub" / f"models--{NAME.replace('/', '--')}"
+    snapshot = repository / "snapshots" / COMMIT  # of a download that was cut
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(TINY / name, snapshot / name)
+        message = refused(None, home, "--model", NAME, code=1)
+        assert "cannot download" in message
+        assert "Connection refused" in message
     message = refused(None, home, "--model", NAME, "--offline")
     assert f"not whole, in the cache {home / 'hub'}" in message
     assert "without --offline" in message
