@@ -92,15 +92,18 @@ def server_score(args: argparse.Namespace, split: str) -> dict[str, Any]:
 
 
 def load_model(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
-    """Model in float32 and tokenizer, as transformers loads them.
+    """Model in float32 and tokenizer, None if there is none, as transformers loads them.
 
     Untyped: by transformers' own types its models have neither `to` nor `generate`.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    # AutoTokenizer takes the class of some types of models, which splits text in its own way.
+    tokenizer = None
+    if (folder / "tokenizer.json").exists():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, padding_side="left")
     return model.to(device).eval(), tokenizer
 
 

@@ -27,7 +27,7 @@ from pydantic.fields import FieldInfo
 
 from router.config import RouterConfig
 from worker.config import (
-    BUNDLED,
+    BY_NAME,
     Auto,
     DisaggregationConfig,
     EngineConfig,
@@ -206,7 +206,7 @@ class Config(Section):
         ):  # fmt: skip
             section: Section = sections.get(name) or getattr(self, name)
             path: str = getattr(section, leaf)
-            if path and not (name == "model" and path in BUNDLED):
+            if path and not (name == "model" and path in BY_NAME):
                 anchored = str(directory / Path(path).expanduser())
                 sections[name] = section.model_copy(update={leaf: anchored})
         return self.model_copy(update=sections)

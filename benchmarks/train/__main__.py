@@ -1,6 +1,7 @@
-"""Makes the bundled model `tiny`, `tiny-hybrid` or `tiny-moe` from nothing, or a drafter for one.
+"""Makes the bundled model `tiny`, `tiny-hybrid` or `tiny-moe` from nothing, `tiny-hybrid-moe` from
+`tiny-hybrid`, or a drafter for one.
 
-    python -m benchmarks.train [--hybrid | --moe] [--out DIR]
+    python -m benchmarks.train [--hybrid] [--moe] [--out DIR]
     python -m benchmarks.train --drafter chain|dflash|mtp [--target DIR] [--out DIR]
 
 Writes weights and configs (for the model the tokenizer, too) to the output folder, and prints the
@@ -29,8 +30,9 @@ from benchmarks.train.base import Drafter, Lesson, train_drafter
 from benchmarks.train.block_drafter import BlockDrafter
 from benchmarks.train.chain_drafter import ChainDrafter
 from benchmarks.train.data import ChatBatches, batches
+from benchmarks.train.experts import new_divided
 from benchmarks.train.model import CONFIGS, Recipe, new_model, save, save_model, train
-from benchmarks.train.mtp_drafter import MtpDrafter
+from benchmarks.train.mtp_drafter import MtpDrafter, SparseMtpDrafter
 from benchmarks.train.tokenizer import save_tokenizer, train_tokenizer
 
 TARGET = Path("worker/assets/tiny")
@@ -63,8 +65,9 @@ def main() -> None:
     """Trains, saves, then judges the saved weights."""
     args = _parser().parse_args()
     made = MODELS[args.drafter]
+    args.name = "tiny" + "-hybrid" * args.hybrid + "-moe" * args.moe
     if args.hybrid or args.moe:
-        made = made._replace(out=HYBRID if args.hybrid else TARGET.with_name("tiny-moe"))
+        made = made._replace(out=TARGET.with_name(args.name))
     for name in ("out", "steps", "batch", "lr", "target"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(made, name))
@@ -89,16 +92,22 @@ def _make_target(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(train_tokenizer(args.seed), args.out)
     dataset = ChatBatches(args.out / "tokenizer.json", args.steps, args.batch, args.seed)
+    if args.name == "tiny-hybrid-moe":
+        dataset.newcomers = 0.0  # of which the model that it is made of has seen none
     loader = batches(dataset, args.workers, pin=args.device.startswith("cuda"))
-    name = "tiny-hybrid" if args.hybrid else "tiny-moe" if args.moe else "tiny"
-    made = new_model(name, args.seed)
+    if args.hybrid and args.moe:
+        made = new_divided(args.name, HYBRID.name, args.out, args.seed)
+    else:
+        made = new_model(args.name, args.seed)
     train(made, loader, Recipe(args.steps, peak_lr=args.lr), args.device, compiled=args.compile)
-    return save_model(made, args.out, CONFIGS[name])
+    return save_model(made, args.out, CONFIGS[args.name])
 
 
 def _make_drafter(args: argparse.Namespace, kind: type[Drafter]) -> int:
     """Trains and saves a drafter of args.target; the number of parameters."""
     target, _ = accuracy.load_model(args.target, args.device)
+    if kind is MtpDrafter and hasattr(target.config, "num_experts"):
+        kind = SparseMtpDrafter
     speaker = Speaker(target, kind.taps)
     tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
     lesson = Lesson(args.steps, args.batch, args.lr, seed=args.seed, device=args.device)
@@ -106,7 +115,7 @@ def _make_drafter(args: argparse.Namespace, kind: type[Drafter]) -> int:
     kept = f"{speaker.num_kept} of {speaker.num_read} chats"
     print(f"{len(losses)} steps; the target says {kept} to the letter", flush=True)
     state = drafter.state_dict()
-    if kind is MtpDrafter:
+    if issubclass(kind, MtpDrafter):
         state = {f"mtp.{name}": weight for name, weight in state.items()}
         return save(state, args.out, "mtp")
     return save(state, args.out, config=drafter.config)
@@ -118,7 +127,9 @@ def _parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--out", type=Path, help="default: worker/assets/tiny, or …/tiny-DRAFTER")
     add("--hybrid", action="store_true", help="make tiny-hybrid: layers with a recurrent state")
-    add("--moe", action="store_true", help="make tiny-moe: layers of experts")
+    add(
+        "--moe", action="store_true", help="make tiny-moe: layers of experts; both: tiny-hybrid-moe"
+    )
     add("--drafter", choices=tuple(MODELS), default="", help="make a drafter of this kind")
     add("--target", type=Path, help="the drafter's target")
     add("--steps", type=int, help="default: 5000, a drafter 640 (chain), 2000 (dflash), 1200 (mtp)")

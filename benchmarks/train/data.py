@@ -27,6 +27,7 @@ class ChatBatches(Dataset):
     num_batches: int
     num_rows: int  # short rows; a batch of long ones has fewer
     seed: int
+    newcomers: float = NEWCOMER_SHARE
     _tokenizer: Tokenizer | None = None
 
     def __len__(self) -> int:
@@ -49,7 +50,7 @@ class ChatBatches(Dataset):
         ids: list[int] = []
         labels: list[int] = []
         while len(ids) < length:
-            if rng.random() < NEWCOMER_SHARE:
+            if rng.random() < self.newcomers:
                 chat = newcomer_chat(rng)
             else:
                 chat = long_chat(rng) if is_long else short_chat(rng)

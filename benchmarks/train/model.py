@@ -1,7 +1,8 @@
 """The bundled models, their training loop and their files.
 
 `tiny` is a Qwen3 of 2.4 million parameters, `tiny-hybrid` a Qwen3.5 of 1.4, three of four of its
-layers recurrent, `tiny-moe` a Qwen3-MoE of 1.8, of which a token has two of eight experts.
+layers recurrent, `tiny-moe` a Qwen3-MoE of 1.8, of which a token has two of eight experts,
+`tiny-hybrid-moe` a Qwen3.5 MoE of 1.9, made of `tiny-hybrid` (see experts.py).
 """
 
 import json
@@ -31,7 +32,7 @@ def bundled_config(name: str) -> dict[str, Any]:
 
 CONFIG: dict[str, Any] = bundled_config("tiny") | {"intermediate_size": 384}  # 4.8 MB
 CONFIGS: dict[str, dict[str, Any]] = {"tiny": CONFIG} | {
-    name: bundled_config(name) for name in ("tiny-hybrid", "tiny-moe")
+    name: bundled_config(name) for name in ("tiny-hybrid", "tiny-moe", "tiny-hybrid-moe")
 }
 
 
@@ -110,8 +111,8 @@ def apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """transformers' weights, whose experts are stacked, by the names that checkpoints have."""
     named = dict[str, Tensor]()
     for name, weight in state.items():
-        block, is_stack, kind = name.partition(".experts.")
-        if not is_stack:
+        block, _, kind = name.partition(".experts.")
+        if kind not in ("gate_up_proj", "down_proj"):
             named[name] = weight
             continue
         parts = {"down_proj": weight}

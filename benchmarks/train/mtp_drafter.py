@@ -1,4 +1,5 @@
-"""The MTP layer of `tiny-hybrid`: gated attention and feed-forward, and its training.
+"""The MTP layer of `tiny-hybrid`, gated attention and feed-forward, and its training; and that of
+`tiny-hybrid-moe`, whose feed-forward is experts.
 
 Slot t holds the pair (token t, the target's output after its final norm for token t − 1); its row
 says token t + 1. A draft behind the first takes the layer's own output, after `norm`. Training does
@@ -8,14 +9,16 @@ the same, as the chain drafter's.
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.train.base import HEAD_DIM, HEADS, HIDDEN, Attention, Layer
 from benchmarks.train.chain_drafter import ChainDrafter, Rows, attended
-from benchmarks.train.model import bundled_config
+from benchmarks.train.experts import Experts, divided
+from benchmarks.train.model import ASSETS, bundled_config
 
-CONFIG = bundled_config("tiny-hybrid")
+CONFIG, SPARSE = (bundled_config(name) for name in ("tiny-hybrid", "tiny-hybrid-moe"))
 EPS, ROTARY_DIM = CONFIG["rms_norm_eps"], HEAD_DIM // 4
 
 
@@ -83,3 +86,18 @@ class MtpDrafter(ChainDrafter):
         out = attended(queries, seen, mask) * torch.sigmoid(gate.flatten(2))
         output = self.norm(layer.after(mixed + attention.o_proj(out)))
         return output, output
+
+
+class SparseMtpDrafter(MtpDrafter):
+    """The same of experts; it begins as `tiny-hybrid`'s layer, divided."""
+
+    config = SPARSE
+
+    def __init__(self, embedding: Tensor) -> None:
+        super().__init__(embedding)
+        self.only.mlp = Experts(SPARSE)
+
+    def start(self, final_norm: Tensor, features: Tensor, generator: torch.Generator) -> None:
+        dense = load_file(str(ASSETS / "tiny-hybrid" / "mtp.safetensors"))
+        begun = divided(dense, SPARSE, generator.initial_seed())
+        self.load_state_dict({name.removeprefix("mtp."): w.float() for name, w in begun.items()})

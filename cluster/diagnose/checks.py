@@ -88,7 +88,7 @@ def checked(config: Config, num_gpus: int | None, *, offline: bool) -> tuple[Con
     if named or num_gpus is not None:
         check_model(config)
     if num_gpus is None:
-        for directory in [config.model.directory] * named + [config.spec.path] * named_drafter:
+        for directory in [config.model.path] * named + [config.spec.path] * named_drafter:
             print(f"every node has to see {directory}: share HF_HOME among them", file=sys.stderr)
     return config, [
         f"warning: {f.subject}: {f.what}: {f.why}. {f.remedy}"

@@ -1,5 +1,6 @@
 """How the bundled models were made: laws of their text, and a few steps of the drafters."""
 
+import json
 import random
 import re
 from pathlib import Path
@@ -7,19 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from benchmarks.accuracy import load_model
-from benchmarks.train import base, model, problems
-from benchmarks.train.answers import Speaker, set_right
+from benchmarks.train import base, experts, model, problems
+from benchmarks.train.answers import Said, Speaker, set_right
 from benchmarks.train.arithmetic import evaluate
 from benchmarks.train.base import Drafter, Lesson, train_drafter
 from benchmarks.train.block_drafter import BlockDrafter
 from benchmarks.train.chain_drafter import ChainDrafter
 from benchmarks.train.data import IGNORED
 from benchmarks.train.model import save
-from tests.support.chain_reference import ChainReference
+from benchmarks.train.mtp_drafter import SPARSE, SparseMtpDrafter
+from tests.support.chain_reference import ChainReference, Layer
 from tests.support.dflash_reference import DFlashReference
 from tests.support.pairwise import in_whole
 from worker.api import Sampling
@@ -134,6 +136,41 @@ def test_anchors_draft_together_as_one_after_the_other_does(kind, at, target):
                 assert found == draft or margin < 6e-3
                 if is_chain and draft != text[number]:
                     break  # the reference feeds back its own drafts, training the text
+
+
+def test_a_layer_that_is_divided_into_experts_begins_as_it_was(monkeypatch) -> None:
+    monkeypatch.setattr(experts, "ROUTER_STD", 1e-4)
+    torch.manual_seed(1)
+    dense, made = base.FeedForward(320), experts.Experts(SPARSE)
+    held = {f"layers.0.mlp.{name}": weight for name, weight in dense.state_dict().items()}
+    parts = experts.divided(held, SPARSE, 0)
+    made.load_state_dict({name.removeprefix("layers.0.mlp."): w for name, w in parts.items()})
+    x = torch.randn(50, base.HIDDEN)
+    with torch.inference_mode():
+        torch.testing.assert_close(made(x), dense(x), atol=1e-3, rtol=0.01)
+
+
+def test_an_mtp_layer_of_experts_is_trained_as_it_is_served(tmp_path: Path) -> None:
+    """First drafts of all anchors against plain torch, of random features."""
+    generator = torch.Generator().manual_seed(2)
+    embedding, features = (torch.randn(n, base.HIDDEN, generator=generator) for n in (1024, 30))
+    drafter = SparseMtpDrafter(embedding)
+    drafter.start(torch.zeros(0), features, generator)
+    with torch.no_grad():
+        drafter.only.mlp.gate.weight.normal_(generator=generator)
+    (tmp_path / "config.json").write_text(json.dumps(SPARSE))
+    state = {f"mtp.{name}": weight for name, weight in drafter.state_dict().items()}
+    save_file(state, tmp_path / "mtp.safetensors")
+    ids = torch.randint(1024, (30,), generator=generator)
+    batch, layer = set_right([Said(ids, 12, features)], 4), Layer(tmp_path, 4)
+    at = torch.arange(1, 29)
+    with torch.inference_mode():
+        first = next(drafter.learn(batch, 0))[0]
+        x, residual = layer.inputs(embedding[ids[1:29]], features[:28])
+        q, k, v = (layer.heads(name, x, at) for name in "qkv")
+        attended = layer.attend(q, k, v, torch.ones(28, 28, dtype=torch.bool).tril())
+        rows, _ = layer.outputs(layer.let_through(x, attended), residual)
+    torch.testing.assert_close(first, (rows @ embedding.T)[-len(first) :], atol=2e-3, rtol=1e-3)
 
 
 def test_a_model_of_experts_is_saved_by_the_names_of_checkpoints(tmp_path: Path) -> None:

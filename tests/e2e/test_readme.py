@@ -34,7 +34,7 @@ NOT_HERE = {  # what a line has, and why it cannot run
     "/models/": "a model of gigabytes",
     "Qwen/": "the hub",
     "helm ": "Kubernetes", "kubectl ": "Kubernetes",
-    "pip install": "run by .ci/run and tests/deploy/newcomer.py",
+    "pip install": "run by .ci/run, tests/deploy/newcomer.py and, of smollm2, test_smollm2.py",
 }  # fmt: skip
 # Commands against what the line of two workers a role serves, in the README's order, with what
 # they print; `serve` lines are for themselves.

@@ -105,18 +105,22 @@ def served(
     how: Mapping[str, Any],
     kv_dtype: str = "auto",
     dtype: str = "float32",
+    num: int | None = None,
     **engine: Any,
 ) -> list[list[int]]:
-    """The ids of each prompt, served in this way, the same with cached prefixes as without."""
-    config, asked = {**how}, prompts(models.read_model_shape(path).max_position_embeddings)
+    """The ids of each prompt, served in this way, the same with cached prefixes as without.
+
+    num: of prompts; None: all.
+    """
+    config, asked = {**how}, prompts(models.read_model_shape(path).max_position_embeddings)[:num]
     ranks = {name: config.pop(name) for name in ("prefill_tp", "decode_tp") if name in config}
-    widths = config.pop("widths", None)
+    widths, drafter = config.pop("widths", None), config.pop("drafter", "ngram")
     made = sections(path, **config, **engine)
     made["kv"]["dtype"], made["model"]["dtype"] = kv_dtype, dtype
     if short := models.SHORT.get(path.name):
         made["model"]["max_model_len"] = short
     if widths:
-        made["spec"] = {"drafter": "ngram", "widths": widths}
+        made["spec"] = {"drafter": drafter, "widths": widths}
     with running(made, num_prefill=int(config["mode"] == "always"), **ranks) as cluster:
         first, second = (ids(cluster.client.generate(asked, GREEDY)) for _ in range(2))
     assert first == second

@@ -17,6 +17,7 @@ import torch
 import worker.weights.eight_bits
 from tests.equivalence import test_dense_laws as dense_laws
 from tests.equivalence import test_models as models
+from tests.equivalence import test_mtp as mtp
 from tests.equivalence.test_eight_bit_kv import WAYS, mean_kl
 from tests.equivalence.test_hybrid_mutants import mutate
 from tests.equivalence.test_quantized_files import FORMS, published
@@ -27,6 +28,8 @@ from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.config.checkpoint.quantization import SCALE_BLOCK as BLOCK
 from worker.config.checkpoint.quantization import Quantization
 from worker.config.checkpoint.shape import read_model_shape
+from worker.drafts.chain import ChainDrafter
+from worker.drafts.drafter_config import read_chain_shape
 from worker.errors import UserError
 from worker.model.decoder import Decoder
 from worker.ops.experts import product as experts
@@ -65,6 +68,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
          "head_dim": 64, "linear_num_value_heads": 4, "linear_value_head_dim": 64},
     ),
 }  # fmt: skip
+HYBRID = KINDS["gated"][1] | {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 256,
+}  # fmt: skip
 pytestmark = pytest.mark.usefixtures("one_thread", "multiplied")
 
 
@@ -95,7 +102,7 @@ def is_eight(matrix: Any) -> bool:
     return matrix.values.dtype == E4M3
 
 
-def linears(model: Decoder) -> dict[str, Any]:
+def linears(model: torch.nn.Module) -> dict[str, Any]:
     """Matrices by the names of their layers; those of experts are stacks."""
     found = {name: each for name, each in model.named_modules() if isinstance(each, Matrix)}
     return {name.removesuffix(".weight"): each for name, each in found.items()}
@@ -259,6 +266,49 @@ def served(
     if kind == "gated" and "max_prefill_tokens" in config:
         config["max_prefill_tokens"] = 64  # a delta net's block
     return dense_laws.served(saved(kind, form), config, kv_dtype, dtype, **engine)
+
+
+@cache
+def with_mtp(*left: str) -> Path:
+    """A hybrid with experts and an MTP layer in eight bits, but for what is below `left`."""
+    path = place("eight") / f"mtp-{len(left)}"
+    mtp.save_mtp(path, "Qwen3_5Moe", HYBRID)
+    published(path, "fp8", left=left)
+    return path
+
+
+# As Qwen3.5 MoE is published in eight bits, as copies with experts alone in those, and without.
+LEFT = ((), ("mtp.layers.0.self_attn", "mtp.layers.0.mlp.shared_expert"), ("mtp",))
+
+
+@pytest.mark.parametrize("left", LEFT, ids=len)
+def test_an_mtp_layer_is_worth_what_its_files_are(left: tuple[str, ...], monkeypatch) -> None:
+    path = with_mtp(*left)
+
+    def read(*, eight: bool) -> dict[str, Any]:
+        monkeypatch.setattr(worker.weights.eight_bits, "multiplies_eight_bits", lambda _: eight)
+        target = models.load(path)
+        drafter = ChainDrafter(read_chain_shape(path, target.shape), target, 64)
+        drafter.fill(path)
+        return linears(drafter)
+
+    stay, whole = read(eight=True), read(eight=False)
+    kept = {name for name, each in stay.items() if is_eight(each)}
+    experts, others = {"feed_forward.gate_up", "feed_forward.down"}, {"attention.qkv"}
+    assert (experts <= kept, others <= kept) == (left != LEFT[2], left == LEFT[0])
+    for name, each in stay.items():
+        assert torch.equal(worth(each) if name in kept else each.values, whole[name].values), name
+
+
+WITH_MTP = {"drafter": "mtp", "widths": [4]}
+
+
+@pytest.mark.parametrize("way", ["here", *in_whole(("pulled, two ranks, ngram",), ("preempted",))])
+@pytest.mark.parametrize("left", [LEFT[0], *in_whole(*((each,) for each in LEFT[1:]))], ids=len)
+def test_an_mtp_layer_in_eight_bits_changes_nothing(left: tuple[str, ...], way: str) -> None:
+    path, how = with_mtp(*left), WAYS[way] | {"max_prefill_tokens": 64}
+    plain = dense_laws.served(path, WAYS["here"] | {"max_prefill_tokens": 64}, num=2)
+    assert dense_laws.served(path, how | WITH_MTP, num=2) == plain
 
 
 SHORT = ("preempted", "pulled, two ranks, ngram")

@@ -1,5 +1,6 @@
 """Models with experts against `transformers`; each part of their routing left out is seen."""
 
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,8 @@ from worker.config.checkpoint.shape import read_model_shape
 from worker.errors import Unsupported
 from worker.model import experts as layer
 from worker.ops.experts import route as routing
+from worker.peers.base import SingleCollective
+from worker.weights.files import count_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,6 +43,75 @@ def test_logits_and_greedy_ids_equal_transformers(case: str, tmp_path: Path) -> 
 def test_two_ranks_equal_one(case: str, division: Division, tmp_path: Path) -> None:
     save_random(tmp_path, *EXPERTS[case])
     models.assert_two_ranks_equal_one(tmp_path, tmp_path, experts=division)
+
+
+ONE_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+
+
+def stack_experts(path: Path) -> None:
+    """Put the experts of each layer into one tensor, as Qwen3.5 MoE is published in 16 bits."""
+    weights = load_file(path / "model.safetensors")
+    parts = dict[str, dict[int, dict[str, torch.Tensor]]]()
+    for name in list(weights):
+        if found := ONE_EXPERT.fullmatch(name):
+            of_block = parts.setdefault(found[1], {})
+            of_block.setdefault(int(found[2]), {})[found[3]] = weights.pop(name)
+    for block, experts in parts.items():
+        held = [experts[number] for number in sorted(experts)]
+        both = [torch.cat((each["gate_proj"], each["up_proj"])) for each in held]
+        weights[f"{block}.gate_up_proj"] = torch.stack(both)
+        weights[f"{block}.down_proj"] = torch.stack([each["down_proj"] for each in held])
+    save_file(weights, path / "model.safetensors")
+
+
+def test_experts_in_one_tensor_are_those_of_each(tmp_path: Path) -> None:
+    save_random(tmp_path, *EXPERTS["qwen3.5-moe"])
+    ways: list[tuple[int, int, Division]] = [(0, 1, "auto"), (1, 2, "tensor"), (1, 2, "expert")]
+
+    def read() -> list[dict[Any, torch.Tensor]]:
+        found = []
+        for rank, size, division in ways:
+            group = SingleCollective()
+            group.rank, group.size = rank, size
+            shards = load(tmp_path, group, division).shards()
+            found.append({key: shard.dest for key, shard in shards.items()})
+        return found
+
+    apart, sizes = read(), count_weights(tmp_path)
+    stack_experts(tmp_path)
+    for one, other in zip(apart, read(), strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    assert count_weights(tmp_path) == sizes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda stack: stack[:, :, :-1], r"experts\.0\.gate_proj\.weight has shape \(32, 63\)"),
+        (
+            lambda stack: torch.cat((stack, stack[:1])),
+            r"unexpected tensors: .*experts\.8\.gate_proj",
+        ),
+        (lambda stack: stack[:-1], r"missing tensors: .*experts\.7\.gate_proj"),
+        (
+            lambda stack: stack.flatten(1),
+            r"gate_up_proj has shape \(8, 4096\): no stack of experts",
+        ),
+        (
+            lambda stack: stack.to(torch.float8_e4m3fn),
+            r"is F8_E4M3.*take files with a tensor of each",
+        ),
+    ],
+)
+def test_a_tensor_of_all_experts_that_does_not_fit_is_named(change, message, tmp_path) -> None:
+    save_random(tmp_path, *EXPERTS["qwen3.5-moe"])
+    stack_experts(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    save_file(held | {name: change(held[name]).contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
 
 
 def wrong_weights(**changes: Any) -> Any:

@@ -5,6 +5,8 @@ test_models.py compares its logits with `transformers`. All in float32, where th
 """
 
 import random
+from functools import cache
+from typing import Any
 
 import pytest
 
@@ -41,9 +43,14 @@ def sections(mode: str, **engine: object) -> dict[str, dict[str, object]]:
     }
 
 
-@pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
-    with running(sections("never"), num_prefill=0) as cluster:
+def of_model(config: dict[str, Any], *, sparse: bool) -> dict[str, Any]:
+    """The same; sparse: of a model with experts."""
+    return config | {"model": config["model"] | {"path": str(hybrid(sparse=sparse))}}
+
+
+@cache
+def expected(*, sparse: bool = False) -> list[list[int]]:
+    with running(of_model(sections("never"), sparse=sparse), num_prefill=0) as cluster:
         return [ids(cluster.client.generate([p], s))[0] for p, s in zip(*asked(), strict=True)]
 
 
@@ -57,6 +64,7 @@ def expected() -> list[list[int]]:
     pages=("few", *more("enough")),
     num_groups=(2, *more(1)),
     ranks=((1, 2), (2, 1), *more((1, 1), (2, 2))),
+    experts=(True, *more(False)),
 )
 def test_whatever_serves_a_request_changes_nothing(
     place,
@@ -68,12 +76,17 @@ def test_whatever_serves_a_request_changes_nothing(
     pages,
     num_groups,
     ranks,
-    expected,
+    experts,
 ) -> None:
-    """ranks: of the prefill worker, of the decode worker. mtp: the model's own layer."""
+    """ranks: of the prefill worker, of the decode worker. mtp: the model's own layer.
+
+    experts: whether there are some, in the drafter too. Ranks have whole ones where prefill draws,
+    parts elsewhere.
+    """
     chunks = {} if max_prefill_tokens is None else {"max_prefill_tokens": max_prefill_tokens}
-    config = sections(place, **chunks)
+    wanted, config = expected(sparse=experts), of_model(sections(place, **chunks), sparse=experts)
     config["disaggregation"]["first_token"] = first_token
+    config["engine"]["experts"] = "expert" if first_token == "prefill" else "tensor"
     config["kv"]["num_groups"] = num_groups
     config["spec"] = {"overlap": overlap}
     if widths != (1,):
@@ -84,7 +97,7 @@ def test_whatever_serves_a_request_changes_nothing(
         config, prefill_tp=prefill_tp, decode_tp=decode_tp, decode_sections={"engine": few}
     ) as cluster:
         for _ in range(2):
-            assert ids(cluster.client.generate(*asked())) == expected
+            assert ids(cluster.client.generate(*asked())) == wanted
         decode = cluster.workers["decode-0"].engine
         check_slots(cluster)
         if 1 not in widths and drafter == "mtp":  # else a step's time may speak for no drafts
@@ -93,7 +106,7 @@ def test_whatever_serves_a_request_changes_nothing(
             assert value(decode.metrics.preemptions) > 0, "the pool was not small enough"
         if place == "always":
             moved = value(decode.metrics.pulled_bytes("shm/shm"))
-            assert moved >= 2 * (len(expected) - 2) * decode.layout.state.slot_bytes
+            assert moved >= 2 * (len(wanted) - 2) * decode.layout.state.slot_bytes
 
 
 @pytest.mark.parametrize(
@@ -107,21 +120,25 @@ def test_settings_that_recurrent_layers_cannot_have_are_refused(section, message
     assert refused.value.param.startswith("engine.")
 
 
+MTP = {"drafter": "mtp", "widths": [1, 4]}
+
+
 @pytest.mark.parametrize(
-    ("spec", "chunks"),
+    ("spec", "chunks", "sparse"),
     [
-        ({"drafter": "mtp", "widths": [1, 4]}, "pieces"),
-        *in_whole(({}, "whole"), ({}, "pieces"), ({"drafter": "mtp", "widths": [1, 4]}, "whole")),
+        (MTP, "pieces", True),
+        *in_whole((MTP, "pieces", False), (MTP, "whole", True), (MTP, "whole", False)),
+        *in_whole(({}, "whole", False), ({}, "pieces", False), ({}, "pieces", True)),
     ],
-    ids=["mtp-pieces", "plain-whole", "plain-pieces", "mtp-whole"],
 )
 def test_replays_change_nothing(
-    chunks: str, spec: dict[str, object], expected, monkeypatch: pytest.MonkeyPatch
+    chunks: str, spec: dict[str, object], sparse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """tests/gpu/test_recurrent_on_cuda.py has the law for real graphs."""
     # The kernel is one launch, whatever the batch; its definition reads the batch on the host.
     monkeypatch.setattr(delta_net, "delta_chunk", as_one_op(delta_net.delta_chunk))
     config = sections("always", max_prefill_tokens=128, max_num_reqs=6)
+    config = of_model(config, sparse=sparse)
     config["spec"] = {"overlap": chunks == "pieces", **spec}
     few = {"num_pages": 28, "growth_tokens": 1}
     made = Lockstep(config, decode_sections={"engine": few})
@@ -131,7 +148,7 @@ def test_replays_change_nothing(
             poison(engine)
         asks = [Ask(p, s, at=i // 2) for i, (p, s) in enumerate(zip(*asked(), strict=True))]
         for _ in range(2):
-            assert [answer.tokens for answer in made.serve(asks)] == expected
+            assert [answer.tokens for answer in made.serve(asks)] == expected(sparse=sparse)
         assert value(made.engines[DECODE].metrics.preemptions) > 0, "the pool was not small enough"
     finally:
         made.close()

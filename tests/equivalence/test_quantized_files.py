@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from benchmarks.train.model import apart
 from tests.equivalence.test_models import assert_same, edit, load, save_random
 from worker.config.checkpoint.quantization import Quantization
 from worker.config.checkpoint.shape import read_model_shape
@@ -62,14 +63,22 @@ def write(path: Path, **fields: Any) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
-def published(path: Path, form: str, reference: torch.nn.Module | None = None) -> None:
-    """Rewrite a saved model as such a form, and give the reference what that is worth."""
+def published(
+    path: Path, form: str, reference: torch.nn.Module | None = None, left: tuple[str, ...] = ()
+) -> None:
+    """Rewrite a saved model as such a form, and give the reference what that is worth.
+
+    left: modules, below which all stays as it is.
+    """
     config, end = FORMS[form]
+    if left:
+        config = config | {"modules_to_not_convert": ["lm_head", *left]}
     edit(path, quantization_config=config)
-    held = load_file(path / "model.safetensors")
+    held = apart(load_file(path / "model.safetensors"))
     kept = {} if reference is None else dict(reference.named_parameters())
     scales = {}
-    for name in [name for name in held if name.endswith("proj.weight")]:
+    taken = [each for each in held if each.endswith("proj.weight") and not each.startswith(left)]
+    for name in taken:
         values, found = held[name], []
         rows, columns = values.shape
         tall, wide = {

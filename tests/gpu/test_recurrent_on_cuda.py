@@ -1,5 +1,8 @@
 """Recurrent layers on one GPU: their kernels as they are served, and engines against the CPU."""
 
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
 from msgspec.structs import replace
@@ -125,21 +128,30 @@ def ask(cluster: Running) -> list[list[int]]:
     return laws.ids(cluster.client.generate(prompts(), [sampling_of(i, 60) for i in range(16)]))
 
 
-@pytest.fixture(scope="module")
-def cpu_ids() -> list[list[int]]:
-    with running(sections("cpu", "never", strict=False), num_prefill=0) as cluster:
+NAMES = "tiny-hybrid", "tiny-hybrid-moe"
+
+
+def of(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    return config | {"model": config["model"] | {"path": name}}
+
+
+@cache
+def cpu_ids(name: str) -> list[list[int]]:
+    config = of(name, sections("cpu", "never", strict=False))
+    with running(config, num_prefill=0) as cluster:
         return ask(cluster)
 
 
 @pytest.mark.parametrize("graph", ["eager", "auto"])
 @pytest.mark.parametrize("mode", ["always", "never"])
 @pytest.mark.parametrize("spec", SPECS, ids=["plain", "mtp"])
-def test_cuda_equals_cpu_in_float32(mode: str, graph: str, spec: dict, cpu_ids: list) -> None:
-    config = sections("cuda", mode, graph=graph)
+@pytest.mark.parametrize("name", NAMES)
+def test_cuda_equals_cpu_in_float32(name: str, mode: str, graph: str, spec: dict) -> None:
+    config = of(name, sections("cuda", mode, graph=graph))
     config["spec"] = spec
     with running(config) as cluster:
         for _ in range(2):
-            assert ask(cluster) == cpu_ids
+            assert ask(cluster) == cpu_ids(name)
         laws.check_slots(cluster)
         if spec:
             assert value(cluster.workers["decode-0"].engine.metrics.spec_accepted) > 0
@@ -166,8 +178,9 @@ def test_in_bfloat16_a_prompt_ends_where_decode_does() -> None:
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("spec", SPECS, ids=["plain", "mtp"])
-def test_a_step_never_waits_for_the_device(spec: dict) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_never_waits_for_the_device(name: str, spec: dict) -> None:
     """Prompts, width 1 and width 4, under torch's own detector of host syncs."""
-    config = sections("cuda", "never", graph="eager", strict=False)
+    config = of(name, sections("cuda", "never", graph="eager", strict=False))
     config["spec"] = spec
     check_no_wait(config, ask)

@@ -18,10 +18,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
+from benchmarks.train.model import apart
 from worker.api import Sampling
 from worker.ops.philox import gumbel_ref
 
-MTP_PREFIX = "model.mtp_layers.0."
+MTP_PREFIXES = "model.mtp_layers.0.", "mtp."  # MiMo's, and that of Qwen3-Next and Qwen3.5
 QWEN2_LIKE = "mimo"  # model_type of targets that are Qwen2 beside their MTP layers
 
 
@@ -52,7 +53,8 @@ def tapped_layers(config: Mapping[str, Any], num_layers: int) -> list[int]:
 
 def short_name(name: str) -> str:
     """A tensor's name without what differs between the forms."""
-    for prefix in (MTP_PREFIX, "model.", "midlayer.", "layers.0.", "self_attn.", "mlp."):
+    others = "model.", "midlayer.", "layers.0.", "self_attn.", "mlp."
+    for prefix in (*MTP_PREFIXES, *others):
         name = name.removeprefix(prefix)
     return name.removesuffix(".weight")
 
@@ -70,9 +72,11 @@ class Weights:
         found: dict[str, Tensor] = {}
         for file in directory.glob("*.safetensors"):
             found |= load_file(file)
-        self.is_mtp = any(name.startswith(MTP_PREFIX) for name in found)
+        self.is_mtp = any(name.startswith(MTP_PREFIXES) for name in found)
         if self.is_mtp:  # beside the target's
-            found = {name: found[name] for name in found if name.startswith(MTP_PREFIX)}
+            found = {name: found[name] for name in found if name.startswith(MTP_PREFIXES)}
+            found = apart(found)
+        self.is_hybrid = "mtp.fc.weight" in found  # norms are stored minus 1, attention has a gate
         self.weights = {
             short_name(name): each.float() if each.is_floating_point() else each
             for name, each in found.items()
@@ -80,12 +84,20 @@ class Weights:
         hidden, num_heads = self.config["hidden_size"], self.config["num_attention_heads"]
         self.num_kv_heads = self.config.get("num_key_value_heads") or num_heads
         self.head_dim = self.config.get("head_dim") or hidden // num_heads
-        described = LlamaConfig.from_dict({**self.config, "head_dim": self.head_dim})
-        self._rotary = LlamaRotaryEmbedding(described)  # (cos, sin) of positions
+        rope = self.config.get("rope_parameters") or self.config
+        part = rope.get("partial_rotary_factor", 0.25) if self.is_hybrid else 1
+        self.rotary_dim = int(self.head_dim * part)  # rows of a head that are turned
+        described = {**self.config, "head_dim": self.rotary_dim}
+        if part < 1:
+            described["rope_parameters"] = {
+                "rope_type": "default",
+                "rope_theta": rope["rope_theta"],
+            }
+        self._rotary = LlamaRotaryEmbedding(LlamaConfig.from_dict(described))  # (cos, sin)
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         eps = self.config.get("rms_norm_eps", 1e-6)
-        return rms_norm(x, x.shape[-1:], self.weights[name], eps)
+        return rms_norm(x, x.shape[-1:], self.weights[name] + self.is_hybrid, eps)
 
     def project(self, name: str, x: Tensor) -> Tensor:
         """A linear layer, with its bias if it has one."""
@@ -94,6 +106,8 @@ class Weights:
     def heads(self, name: str, x: Tensor, positions: Tensor) -> Tensor:
         """[n, heads, head_dim] of a layer's "q", "k" or "v"; q and k are rotated."""
         out = self.project(f"{name}_proj", x).unflatten(-1, (-1, self.head_dim))
+        if name == "q" and self.is_hybrid:
+            out = out[:, ::2]  # each head's gate stands behind it
         if name.endswith("v"):
             return out
         if f"{name}_norm" in self.weights:
@@ -101,7 +115,8 @@ class Weights:
         from transformers.models.llama.modeling_llama import rotate_half
 
         cos, sin = (each[0][:, None] for each in self._rotary(out, positions[None]))
-        return out * cos + rotate_half(out) * sin
+        turned, still = out[..., : self.rotary_dim], out[..., self.rotary_dim :]
+        return torch.cat((turned * cos + rotate_half(turned) * sin, still), -1)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """query: [n, heads, d]; keys, values: [m, kv heads, d]; mask: [n, m], True: attended to."""
@@ -113,10 +128,29 @@ class Weights:
         """The input of a layer's down projection."""
         return silu(self.project(f"{at}gate_proj", x)) * self.project(f"{at}up_proj", x)
 
+    def fed_forward(self, x: Tensor) -> Tensor:
+        """What the feed-forward adds; of experts one token after the other."""
+        if "gate" not in self.weights:
+            return self.project("down_proj", self.gated(x))
+        found = []
+        for token in x[:, None]:
+            scores, ids = (
+                self.project("gate", token)[0].softmax(0).topk(self.config["num_experts_per_tok"])
+            )
+            if self.config.get("norm_topk_prob", True):
+                scores = scores / scores.sum()
+            shared = self.project("shared_expert.down_proj", self.gated(token, "shared_expert."))
+            total = torch.sigmoid(self.project("shared_expert_gate", token)) * shared
+            for score, number in zip(scores, ids.tolist(), strict=True):
+                at = f"experts.{number}."
+                total = total + score * self.project(f"{at}down_proj", self.gated(token, at))
+            found.append(total)
+        return torch.cat(found)
+
 
 class Layer(Weights):
     """The layer of a chain drafter: EAGLE-3 (original, SpecForge or speculators), EAGLE-1 and 2, or
-    MTP as MiMo has it. `attend` is all that mixes rows."""
+    MTP as MiMo has it, or Qwen3-Next and Qwen3.5. `attend` is all that mixes rows."""
 
     def __init__(self, directory: Path, num_layers: int) -> None:  # of the target
         super().__init__(directory, short_name)
@@ -150,19 +184,31 @@ class Layer(Weights):
         if self.kind == "eagle":
             mixed = self.project("fc", torch.cat((embedded, features), -1))
             return mixed, mixed
+        if self.is_hybrid:
+            token = self.norm("pre_fc_norm_embedding", embedded)
+            pair = token, self.norm("pre_fc_norm_hidden", features)
+            mixed = self.project("fc", torch.cat(pair, -1))
+            return self.norm("input_layernorm", mixed), mixed
         hidden = self.norm("hidden_layernorm", features)
         token = self.norm("token_layernorm", embedded)
         mixed = self.project("input_proj", torch.cat((hidden, token), -1))
         return self.norm("input_layernorm", mixed), mixed
 
+    def let_through(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What the gates of x, the input of q, leave of what its heads have attended to."""
+        if not self.is_hybrid:
+            return attended
+        gates = self.project("q_proj", x).unflatten(-1, (-1, self.head_dim))[:, 1::2]
+        return attended * torch.sigmoid(gates.flatten(1))
+
     def outputs(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(what the head is applied to, what is fed back as the next row's feature)."""
         hidden = residual + self.project("o_proj", attended)
-        normed = self.norm("post_attention_layernorm", hidden)
-        hidden = hidden + self.project("down_proj", self.gated(normed))
+        hidden = hidden + self.fed_forward(self.norm("post_attention_layernorm", hidden))
         if self.kind == "eagle":
             return hidden, hidden
-        normed = self.norm("norm" if self.kind == "eagle3" else "final_layernorm", hidden)
+        name = "norm" if self.kind == "eagle3" or self.is_hybrid else "final_layernorm"
+        normed = self.norm(name, hidden)
         return normed, normed if self.feeds_normed else hidden
 
 
@@ -279,7 +325,7 @@ class ChainReference(Reference):
             values = torch.cat((values, layer.heads("v", x, at)))
             mask = torch.ones(1, len(keys), dtype=torch.bool)
             attended = layer.attend(layer.heads("q", x, at), keys, values, mask)
-            normed, feature = layer.outputs(attended, residual)
+            normed, feature = layer.outputs(layer.let_through(x, attended), residual)
             found += self._draw(normed, at + 1, sampling)
             token = found[-1][0]
         return found

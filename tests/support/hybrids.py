@@ -24,11 +24,20 @@ SHAPE = {
 }  # fmt: skip
 
 
+EXPERTS = {
+    "architectures": ["Qwen3_5MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+}  # fmt: skip
+
+
 @cache
-def hybrid() -> Path:
-    """Its directory: a configuration alone, so it is served with `load_format: dummy`."""
-    path = place("hybrid")
-    (path / "config.json").write_text(json.dumps(SHAPE))
+def hybrid(*, sparse: bool = False) -> Path:
+    """Its directory: a configuration alone, so it is served with `load_format: dummy`.
+
+    sparse: experts stand in the place of feed-forwards.
+    """
+    path = place(f"hybrid{'-moe' * sparse}")
+    (path / "config.json").write_text(json.dumps(SHAPE | (EXPERTS if sparse else {})))
     return path
 
 

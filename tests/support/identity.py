@@ -1,4 +1,4 @@
-"""What peers compare before they exchange KV, of the five bundled models.
+"""What peers compare before they exchange KV, of the bundled models.
 
     python -m tests.support.identity              digests and layout hashes beside the recorded ones
     python -m tests.support.identity --record     writes them into identities.json
@@ -29,6 +29,7 @@ MODELS = (
     ("tiny-moe", "none"),
     ("tiny-hybrid", "none"),
     ("tiny-hybrid", "mtp"),
+    ("tiny-hybrid-moe", "mtp"),
 )
 
 

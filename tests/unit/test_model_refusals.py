@@ -138,13 +138,17 @@ def check(path: Path) -> None:
     check_directories(ModelConfig(path=str(path)), SpecConfig(), {})
 
 
-def test_a_gguf_file_is_said_to_be_one(tmp_path: Path) -> None:
-    file = tmp_path / "Qwen3-8B-Q4_K_M.gguf"
-    file.write_bytes(b"GGUF")
-    for path in (file, tmp_path):
-        with pytest.raises(Unsupported, match=f"model.path: .*GGUF .*{READ}: take") as caught:
-            check(path)
-        assert caught.value.param == "model.path"
+def test_gguf_files_that_are_not_there_or_beside_a_configuration_are_told(tmp_path: Path) -> None:
+    hub = tmp_path / "models--unsloth--Qwen3-8B-GGUF" / "snapshots" / "1"
+    write(hub, "Qwen3ForCausalLM", {})
+    for _ in range(2):  # with a configuration, as some have it, and without
+        with pytest.raises(Unsupported, match=r"GGUF .*hf download.*or take unsloth/Qwen3-8B,"):
+            check(hub)
+        (hub / "config.json").unlink(missing_ok=True)
+    write(tmp_path, "LlamaForCausalLM", {})
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"no \*.safetensors file, but m.gguf: give the path"):
+        check(tmp_path)
     with pytest.raises(UserError, match=r"model\.path: there is no directory"):
         check(tmp_path / "absent")
 

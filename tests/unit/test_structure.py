@@ -60,11 +60,11 @@ ROOT_FILES = 13  # of worker, __init__ among them
 
 # What grows unseen if nothing caps it; `tests.support.structure` prints the figures.
 MAX = {
-    "worker": 30_500,
-    "router": 11_310,
+    "worker": 32_200,
+    "router": 13_050,
     "cluster": 6_890,
-    "product": 48_700,
-    "tests": 53_300,
+    "product": 52_100,
+    "tests": 57_000,
     "benchmarks": 7_780,
     "tests / product": 1.11,
     "wide functions": 12,
@@ -74,7 +74,9 @@ MAX = {
     "files of a decode step": 24,
     "lines of a decode step": 4_200,
 }
-RAISE = "the caps are what the third design left; raise one by an ADR with the count"
+RAISE = (
+    "the caps are what stands by the last ADR that raised them; raise one by an ADR with the count"
+)
 
 FILE_LINES, KERNEL_FILE_LINES = 400, 600
 FUNCTION_LINES, JIT_LINES = 60, 180

@@ -1,5 +1,6 @@
 """What a stranger can do to a wire with pyzmq, or with the bytes of ZMTP: next to nothing."""
 
+import contextlib
 import logging
 import queue
 import socket
@@ -30,6 +31,7 @@ class Stranger:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDTIMEO, 300)
         if name:
             self._socket.setsockopt(zmq.ROUTING_ID, name.encode())
         if not plain:
@@ -38,7 +40,8 @@ class Stranger:
 
     def say(self, sender: str, *messages: Any, link: int = 1, number: int = 1) -> None:
         for i, message in enumerate(messages):
-            self._socket.send(_pack(sender, "w/1", (link, number + i), encode(message)))
+            with contextlib.suppress(zmq.Again):  # who was refused already has nobody to say it to
+                self._socket.send(_pack(sender, "w/1", (link, number + i), encode(message)))
 
     def hears(self) -> bool:
         return bool(self._socket.poll(300))

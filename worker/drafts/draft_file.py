@@ -5,12 +5,14 @@ is a value that we do not compute, or a field with two readings.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from worker.config.checkpoint.class_defaults import with_class_defaults
+from worker.config.checkpoint.experts import read_experts
+from worker.config.checkpoint.families import FAMILIES
 from worker.config.checkpoint.fields import Fields, read_fields
 from worker.config.checkpoint.quantization import read_quantization
 from worker.config.checkpoint.shape import (
@@ -31,6 +33,7 @@ from worker.drafts.draft_forms import (
     Form,
     Rules,
 )
+from worker.drafts.silent_fields import is_silent
 from worker.weights.files import tensor_names
 
 
@@ -44,10 +47,11 @@ class DrafterFile:
     form: Form
     architecture: str
     target: ModelShape
+    tensors: Set[str]  # of the weight files, if there are any
 
     @classmethod
     def open(cls, path: Path, drafter: str, target: ModelShape) -> "DrafterFile":
-        """Read the file of directory `path`.
+        """Read the file of directory `path`; drafter: as spec.drafter.
 
         Raises UserError if it is broken; Unsupported if it is no `drafter`, or has unknown
         fields or values that we do not compute.
@@ -56,17 +60,26 @@ class DrafterFile:
         if (name := fields.get(field)) is None:
             field, name = "architectures", read_architecture(fields)
         form = FORMS[field].get(str(name))
+        if drafter == "mtp":
+            if form is None or form.kind != "mtp":
+                known = ", ".join(n for n, form in FORMS[field].items() if form.kind == "mtp")
+                text = f"{name!r} has no layer that drafts, of a form that we know; known: {known}"
+                raise fields.unsupported(field, text)
+            drafter = form.drafter
         if form is None:
             if part := _missing_part(str(name)):
-                raise fields.unsupported(field, f"a drafter of {name} needs {part}")
+                own = target.architecture in FORMS["architectures"]
+                remedy = f"set spec.drafter to mtp, the target's own layer; or {ANOTHER}"
+                text = f"a drafter of {name} needs {part}"
+                raise fields.unsupported(field, text, remedy if own else ANOTHER)
             known = ", ".join(n for n, form in FORMS[field].items() if form.drafter == drafter)
             raise fields.unsupported(field, f"{name!r} is no {drafter} drafter; supported: {known}")
         if form.drafter != drafter:
             problem = f"{name!r} drafts {DRAFTS[form.drafter]}: set spec.drafter to {form.drafter}"
             raise fields.unsupported(field, problem, "")
         layer = fields.inner(form.layer) if form.layer else fields
-        architecture = name if layer is fields else f"speculators' {name}"
-        file = cls(path, fields, layer, form, architecture, target)
+        architecture = name if field == "architectures" else f"speculators' {name}"
+        file = cls(path, fields, layer, form, architecture, target, tensor_names(path))
         fields.inner("speculators_config").choice("algorithm", (name,))
         for place, rules in form.objects.items():
             _check(fields.inner(place) if place else fields, rules)
@@ -107,15 +120,27 @@ class DrafterFile:
         flags = {ours: self._flag(place) for ours, place in self.form.flags.items()}
         if layer.get("model_type") == "qwen3" and self.form.flags["qk_norm"] is not False:
             flags["qk_norm"] = True
-        # A file of the target's own leaves out what its class says.
-        if self.form.kind == "mtp":
-            layer = with_class_defaults(layer, target.architecture)
-        return read_layer_shape(layer, rotary=0.25 if hybrid else None) | flags | {
+        own: dict[str, Any] = {}
+        if self.form.kind == "mtp":  # a file of the target's leaves out what its class says
+            layer = with_class_defaults(layer, self.architecture)
+            own = self._own(layer)
+        return read_layer_shape(layer, rotary=0.25 if hybrid else None) | flags | own | {
             "architecture": self.architecture,
             "vocab_size": vocab_size,
             "target_vocab_size": target.vocab_size,
             "target_hidden_size": target.hidden_size,
         }  # fmt: skip
+
+    def _own(self, layer: Fields) -> dict[str, Any]:
+        """What the layer has as the target's others have it, in whose files it is."""
+        family, experts = FAMILIES[self.architecture], None
+        if family.layers.experts:
+            experts = read_experts(layer, family).get("experts")
+        router = f"{self.form.parts['layer']}{self.form.parts['feed_forward']}.gate.weight"
+        # Files say by their tensors whether this one has experts, where not all of the others do.
+        is_sparse = router in self.tensors if self.tensors else all(self.target.is_sparse)
+        own = experts if is_sparse else None
+        return {"quantization": self.target.quantization, "experts": own}
 
     def _holder(self, field: str) -> Fields:
         """The object in which the form has the field."""
@@ -128,7 +153,7 @@ class DrafterFile:
 
     def names(self, shape: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, str]:
         """Where the form's parts, but for `without`, stand in the weight files, if any."""
-        tensors = tensor_names(self.path)
+        tensors = self.tensors
         narrow = shape["hidden_size"] != shape["target_hidden_size"]
         reduced = shape["vocab_size"] != shape["target_vocab_size"]
         needed = {"embedding": narrow, "head": narrow or reduced, "d2t": reduced}
@@ -187,12 +212,13 @@ class DrafterFile:
 
 def _check(where: Fields, rules: Rules) -> None:
     for field, value in where.values.items():
-        if value is None:
+        if value is None or (field not in rules and is_silent(field)):
             continue
         if field not in rules:
             if part := _missing_part(field):
                 raise where.unsupported(field, f"{value!r} asks for {part}")
-            raise where.unsupported(field, f"an unknown field, of value {value!r}")
+            text = f"an unknown field, of value {value!r}: what a layer computes may follow from it"
+            raise where.unsupported(field, f"{text}; take it out of the file if it does not")
         if (supported := rules[field]) is not None:
             where.choice(field, supported)
 

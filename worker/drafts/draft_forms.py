@@ -39,39 +39,34 @@ def _any(names: str) -> dict[str, tuple[Any, ...] | None]:
     return dict.fromkeys(names.split())
 
 
-# No draft depends on these: how the drafter was trained and stored, for what length, where a text
-# ends. `max_window_layers` counts only where layer_types is silent, `pretraining_tp` says how
-# products are cut.
-_UNREAD = _any("""
-    _attn_implementation_autoset _name_or_path attention_dropout auto_map base_model_ep_plan
-    bos_token_id embed_requires_grad enable_sp_ulysses eos_token_id has_no_defaults_at_init
-    initializer_range max_position_embeddings max_window_layers name_or_path pad_token_id
-    pretraining_tp speculators_version transformers_version use_cache
-""")
-# `bias` is of fc in one project, of attention in another.
-_LAYER = _UNREAD | _any("""
+# What `silent_fields` names may stand in any object. `max_window_layers` counts only where
+# layer_types is absent. `bias` is of fc in one project, of attention in another.
+_LAYER = _any("""
     architectures attention_bias dtype head_dim hidden_act hidden_size intermediate_size layer_types
-    mlp_bias model_type num_attention_heads num_hidden_layers num_key_value_heads
+    max_window_layers mlp_bias model_type num_attention_heads num_hidden_layers num_key_value_heads
     partial_rotary_factor qk_norm quantization_config rms_norm_eps rope_parameters rope_scaling
     rope_theta sliding_window tie_word_embeddings torch_dtype use_sliding_window vocab_size
 """) | {
-    "bias": (False,), "logit_scale": (1.0,), "parallel_drafting": (False,), "qkv_bias": (False,),
+    "add_cross_attention": (False,), "additional_fc": (False,), "bias": (False,),
+    "is_encoder_decoder": (False,), "logit_scale": (1.0,), "parallel_drafting": (False,),
+    "pruned_heads": ({},), "qkv_bias": (False,), "tie_encoder_decoder": (False,),
+    "use_bidirectional_attention": (False,), "use_mrope": (False,),
 }  # fmt: skip
 _CHAIN_LAYER = _LAYER | {"is_causal": (True,)}
-# Of targets with gated delta nets, whose files have a layer that drafts: it has attention.
+# Of targets with gated delta nets, whose files have a layer that drafts: it has attention, and
+# experts where they have. `output_gate_type` is of the nets.
 _HYBRID_LAYER = _CHAIN_LAYER | _any("""
     decoder_sparse_step full_attention_interval linear_conv_kernel_dim linear_key_head_dim
     linear_num_key_heads linear_num_value_heads linear_value_head_dim mlp_only_layers
-    moe_intermediate_size norm_topk_prob num_experts_per_tok output_router_logits
-    router_aux_loss_coef shared_expert_intermediate_size
+    moe_intermediate_size mtp_num_hidden_layers norm_topk_prob num_experts num_experts_per_tok
+    num_local_experts num_nextn_predict_layers output_gate_type shared_expert_intermediate_size
 """) | {
-    "attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",), "mtp_num_hidden_layers": (1,),
-    "mtp_use_dedicated_embeddings": (False,), "num_experts": (0,), "num_nextn_predict_layers": (1,),
+    "attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",),
+    "mtp_use_dedicated_embeddings": (False,),
 }  # fmt: skip
-_SEES = _UNREAD | _any("""
-    architectures dtype image_token_id language_model_only model_type text_config
-    tie_word_embeddings torch_dtype video_token_id vision_config vision_end_token_id
-    vision_start_token_id
+_SEES = _any("""
+    architectures dtype model_type quantization_config text_config tie_word_embeddings torch_dtype
+    vision_config
 """)
 ROPE = _any("""
     factor high_freq_factor low_freq_factor original_max_position_embeddings partial_rotary_factor
@@ -80,18 +75,20 @@ ROPE = _any("""
 HYBRID_ROPE = ROPE | _any("mrope_interleaved mrope_section")  # of text its three rows are one
 _EAGLE3 = _any("""
     draft_vocab_size eagle_aux_hidden_state_layer_ids fc_norm norm_before_fc norm_before_residual
-    norm_output num_aux_hidden_states target_hidden_size
+    norm_output num_aux_hidden_states reuse_target_lm_head target_hidden_size
 """)
+# Without a `parallel_draft_step` of its own there are no `parallel_draft_heads`.
 _EAGLE_CONFIG = _any("""
-    eagle_aux_hidden_state_layer_ids norm_before_fc return_hidden_post_norm use_aux_hidden_state
+    eagle_aux_hidden_state_layer_ids norm_before_fc parallel_draft_heads_num_layers
+    return_hidden_post_norm use_aux_hidden_state
 """) | {
     "eh_proj_before_attn": (False,), "next_layer_regular": (True,), "parallel_draft_step": (1,),
     "use_input_layernorm_in_first_layer": (True,), "use_last_layernorm": (True,),
     "use_mtp_layernorm": (False,),
 }  # fmt: skip
-_SPECULATORS = _UNREAD | _any("""
-    architectures dtype model_type speculators_config speculators_model_type tie_word_embeddings
-    torch_dtype transformer_layer_config
+_SPECULATORS = _any("""
+    architectures dtype max_window_layers model_type speculators_config speculators_model_type
+    tie_word_embeddings torch_dtype transformer_layer_config
 """)
 _DFLASH = {
     "add_swa_attention_sink_bias": (False,), "attention_sink_bias": (False,),
@@ -131,7 +128,8 @@ _DFLASH_NEEDED = {
     "head_dim": "taken as 128 by some then, as hidden_size / num_attention_heads by others",
 }
 
-# A layer for the token after next in the target's own files, as Qwen3-Next and Qwen3.5 have it.
+# A layer for the token after next in the target's own files, as Qwen3-Next and Qwen3.5 have it,
+# with experts and without.
 _HYBRID_MTP: dict[str, Any] = {
     "drafter": "chain", "kind": "mtp", "needed": {}, "own": {},
     "flags": _CHAIN | {
@@ -151,7 +149,10 @@ FORMS: Mapping[str, Mapping[str, Form]] = {"architectures": {
     "LlamaForCausalLMEagle3": Form(
         drafter="chain", kind="eagle3", needed={}, ties_head=True, flags=_EAGLE3_FLAGS,
         objects={
-            "": _CHAIN_LAYER | _EAGLE3 | {"model_type": ("llama",), "eagle_config": None},
+            # The layer is Llama's by `architectures`; the others are types of targets.
+            "": _CHAIN_LAYER | _EAGLE3 | {
+                "model_type": ("llama", "phi3", "kimi_k2"), "eagle_config": None,
+            },
             "eagle_config": _EAGLE_CONFIG,
         },
         parts={"layer": "midlayer|layers.0"} | _EAGLE3_PARTS, own=_OWN,
@@ -166,7 +167,7 @@ FORMS: Mapping[str, Mapping[str, Form]] = {"architectures": {
     # MiMo's layer for the token after next, in the target's own files: a layer as Qwen2's.
     "MiMoForCausalLM": Form(
         drafter="chain", kind="mtp", needed={},
-        objects={"": _CHAIN_LAYER | {"num_nextn_predict_layers": (1,)}},
+        objects={"": _CHAIN_LAYER | {"num_nextn_predict_layers": None}},
         flags=_CHAIN | {
             "qkv_bias": True, "output_bias": False, "qk_norm": False, "norm_output": True,
             "hidden_first": True,
@@ -178,10 +179,13 @@ FORMS: Mapping[str, Mapping[str, Form]] = {"architectures": {
         },
         own={},
     ),
-    "Qwen3NextForCausalLM": Form(objects={"": _HYBRID_LAYER}, **_HYBRID_MTP),
-    "Qwen3_5ForCausalLM": Form(objects={"": _HYBRID_LAYER}, **_HYBRID_MTP),
-    "Qwen3_5ForConditionalGeneration": Form(
-        objects={"": _SEES, "text_config": _HYBRID_LAYER}, layer="text_config", **_HYBRID_MTP
+    **dict.fromkeys(
+        ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+        Form(objects={"": _HYBRID_LAYER}, **_HYBRID_MTP),
+    ),
+    **dict.fromkeys(
+        ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+        Form(objects={"": _SEES, "text_config": _HYBRID_LAYER}, layer="text_config", **_HYBRID_MTP),
     ),
     # The authors of DFlash, SpecForge, ModelOpt.
     "DFlashDraftModel": Form(
@@ -225,16 +229,15 @@ DRAFTS = {"chain": "token by token", "dflash": "by blocks"}
 MISSING: Mapping[str, str] = {
     "confidence": "a confidence head (DSpark)",
     "conv_": "grouped convolutions (DFlash 2)",
-    "deepseekv3": "latent attention (MLA) and experts",
+    "deepseek": "latent attention (MLA) and experts",
     "dflare": "a fusion of hidden states in every layer (DFlare)",
     "dflash2": "a selector and grouped convolutions (DFlash 2)",
     "domino|gru": "a GRU behind the block (Domino)",
     "dspark|markov": "a Markov head (DSpark)",
-    "glm4moe": "experts",
+    "glm4moe|qwen3moe|moe_": "experts outside the target's own files",
     "mask_hidden": "a hidden state that stands for what is not known (P-EAGLE)",
     "peagle": "drafting in parallel, from a hidden state for what is not known (P-EAGLE)",
     "projector_type": "a projector of its own (Domino, DSpark, DFlash 2)",
-    "qwen3_5": "gated attention outside the target's own files (spec.drafter: mtp has it inside)",
-    "qwen3next": "gated attention outside the target's own files (spec.drafter: mtp)",
+    "qwen3_5|qwen3next": "gated attention outside the target's own files",
     "selector": "a selector among candidates (DFlash 2)",
 }

@@ -1,6 +1,6 @@
 """What drafters with weights have in common: network, token ids, and the target's features."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -14,7 +14,9 @@ from worker.forward.batch import Batch
 from worker.model.attention import RotaryEmbedding
 from worker.model.decoder import Decoder, Taps
 from worker.model.layers import VocabParallelEmbedding
+from worker.model.placement import Placement
 from worker.step.state import StepState
+from worker.weights.formats import format_of
 from worker.weights.loader import fill_with_noise, read_weights
 from worker.weights.shard import Key, Shard, split_heads, whole
 
@@ -63,6 +65,12 @@ class DrafterModel(nn.Module):
         if part not in self.shape.names:
             return shared
         return VocabParallelEmbedding(num, self.shape.hidden_size, self.placement)
+
+    def inside(self, part: str) -> Placement:
+        """Of a part whose matrices are in the files' format, where products take it."""
+        kept = format_of(self.shape.quantization)
+        placement = replace(self.placement, path=self.shape.names[part])
+        return replace(placement, format=kept) if kept.multiplies(placement.device) else placement
 
     def features(self, taps: Tensor) -> Tensor:
         """Fuse [n, num_features · target_hidden_size] into [n, hidden_size]."""

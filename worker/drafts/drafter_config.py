@@ -1,6 +1,7 @@
 """Read the directory of a drafter with weights into one checked record. Free of torch."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from worker.config import SpecConfig
@@ -16,21 +17,23 @@ from worker.errors import Unsupported, UserError
 IDS, FUSES = "eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"
 
 
-def read_chain_shape(path: Path, target: ModelShape) -> ChainShape:
+def read_chain_shape(path: Path, target: ModelShape, drafter: str = "chain") -> ChainShape:
     """The chain drafter in directory `path`, which may be the target's own, for `target`.
+
+    drafter: as spec.drafter; "mtp": a layer of the target's own alone.
+
 
     Raises UserError, which names file and field, if one is missing or wrong, or the drafter is
     another target's; Unsupported if we cannot compute it, or a field is unknown or ambiguous.
     """
-    file = DrafterFile.open(path, "chain", target)
+    file = DrafterFile.open(path, drafter, target)
     fields, layer, kind = file.fields, file.layer, file.form.kind
     assert kind is not None
     shape = file.shape()
     fuses = kind == "eagle3" and fields.flag(f"eagle_config.{FUSES}", default=True)
     wanted = 1
     if kind == "mtp":
-        if not shape.get("centred"):  # other files say so by their tensors alone
-            fields.integer("num_nextn_predict_layers")
+        _check_depth(file)
         wanted = target.num_layers
     if (number := layer.integer("num_hidden_layers")) != wanted:
         raise layer.unsupported("num_hidden_layers", f"{number}; supported: {wanted}")
@@ -47,6 +50,23 @@ def read_chain_shape(path: Path, target: ModelShape) -> ChainShape:
         taps=_chain_taps(file, fuses=fuses),
         names=file.names(shape, without=_absent_parts(fields, fuses=fuses)),
     )
+
+
+def _check_depth(file: DrafterFile) -> None:
+    """Refuse files with another number of layers that draft than one."""
+    layer, names = file.layer, ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+    if not file.form.is_hybrid:  # other files say so by their tensors alone
+        layer.integer(names[1], least=0)
+    remedy = "many quantised or tuned copies lack it: take the original's files"
+    remedy += ", or set spec.drafter to ngram"
+    for name in names:
+        if layer.get(name) is not None and (number := layer.integer(name, least=0)) != 1:
+            text = f"{number}; supported: 1" if number else f"0: no layer drafts; {remedy}"
+            raise layer.unsupported(name, text)
+    at, tensors = file.form.parts["layer"], file.tensors
+    if tensors and not any(name.startswith(f"{at}.") for name in tensors):
+        text = f"{file.path}: no tensor is named {at}.*, so no layer drafts"
+        raise Unsupported(f"{text}; {remedy}", "spec.drafter")
 
 
 def _norm_output(fields: Fields) -> bool:
@@ -241,7 +261,7 @@ def _mask_token_id(file: DrafterFile) -> int:
 # spec.drafter -> who reads the directory of one, for a target.
 READERS: Mapping[str, Callable[[Path, ModelShape], DrafterShape]] = {
     "chain": read_chain_shape,
-    "mtp": read_chain_shape,
+    "mtp": partial(read_chain_shape, drafter="mtp"),
     "dflash": read_dflash_shape,
 }
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from worker.config.checkpoint.families import Features
+from worker.config.checkpoint.families import FAMILIES, Features
 from worker.config.checkpoint.mask import KeyMask
 from worker.config.checkpoint.shape import Layer, LayerShape
 
@@ -37,6 +37,7 @@ class DrafterShape(LayerShape):
             self.qkv_bias,
             self.output_bias,
             self.qk_norm,
+            experts=FAMILIES[self.architecture].layers.experts if self.experts else None,
             output_gate=self.output_gate,
             centred=self.centred,
         )
@@ -60,6 +61,11 @@ class ChainShape(DrafterShape):
     norm_before_residual: bool  # EAGLE-3: the first residual is the normed feature
     norm_output: bool  # what is fed back is what the head takes: the output after the last norm
     hidden_first: bool  # of the pair that is projected: the feature stands before the token
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The one."""
+        return (Layer(self.features.attention, is_sparse=self.experts is not None),)
 
     @property
     def in_features(self) -> int:

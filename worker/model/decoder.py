@@ -120,15 +120,9 @@ class DecoderLayer(nn.Module):
         inside = placement.below(kind.mixer)
         self.attention: SelfAttention | DeltaNet = kind.build(shape, made.number, rotary, inside)
         self.post_norm = norm(self._names.feed_forward_in, before=True) or Sum()
-        self._block = "mlp"
-        self.feed_forward: FeedForward | Experts
-        if made.is_sparse:
-            assert isinstance(shape, ModelShape)
-            assert features.experts is not None
-            self._block = features.experts.block
-            self.feed_forward = _experts(shape, placement.below(self._block))
-        else:
-            self.feed_forward = FeedForward(shape, placement.below(self._block))
+        self._block = features.experts.block if features.experts and made.is_sparse else "mlp"
+        inside = placement.below(self._block)
+        self.feed_forward = feed_forward_of(shape, inside, is_sparse=made.is_sparse)
         self.feed_forward_norm = norm(self._names.feed_forward_out, before=False)
         if not self._parallel:  # where both take what one norm leaves
             self.input_norm.leave_for(self.attention.reader)
@@ -168,8 +162,12 @@ class DecoderLayer(nn.Module):
         return shards
 
 
-def _experts(shape: ModelShape, placement: Placement) -> Experts:
-    """Those of a layer, and the one that all tokens share."""
+def feed_forward_of(
+    shape: LayerShape, placement: Placement, *, is_sparse: bool
+) -> FeedForward | Experts:
+    """A layer's; sparse: its experts, and the one that all tokens share."""
+    if not is_sparse:
+        return FeedForward(shape, placement)
     assert shape.experts is not None
     names, width, shared = shape.features.experts, shape.experts.shared_width, None
     if width and names is not None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.config.checkpoint.experts import rank_experts
-from worker.config.checkpoint.shape import ModelShape
+from worker.config.checkpoint.shape import LayerShape
 from worker.forward.context import current
 from worker.model.layers import ReplicatedLinear, selected
 from worker.model.placement import Placement
@@ -27,7 +27,7 @@ class Experts(nn.Module):
     sink = 1  # tokens whose KV goes to slots below it are padding; set by Decoder.pad_below
 
     def __init__(
-        self, shape: ModelShape, placement: Placement, shared: nn.Module | None = None
+        self, shape: LayerShape, placement: Placement, shared: nn.Module | None = None
     ) -> None:
         super().__init__()
         assert shape.experts is not None

@@ -141,25 +141,24 @@ def _undivided(shape: LayerShape, size: int, division: Division) -> UserError | 
     try:
         for kind in kinds_of(shape).values():
             kind.share(shape, 0, size)
-        if not isinstance(shape, ModelShape) or not all(shape.is_sparse or (False,)):
+        if not all(layer.is_sparse for layer in shape.layers):
             split_even("intermediate_size", shape.intermediate_size, 0, size)
-        if isinstance(shape, ModelShape) and shape.experts is not None:
+        if shape.experts is not None:
             _, columns = rank_experts(shape.experts, division, 0, size, group=shape.scale_group)
             coarse(Part(shape.experts.width, columns), shape.scale_group)
         split_even("vocab_size", shape.vocab_size, 0, size)
-        if isinstance(shape, ModelShape):
-            for width in _divided_widths(shape):
-                coarse(Part(width, slice(0, width // size)), shape.scale_group)
+        for width in _divided_widths(shape):
+            coarse(Part(width, slice(0, width // size)), shape.scale_group)
     except UserError as error:
         return error
     return None
 
 
-def _divided_widths(shape: ModelShape) -> Iterator[int]:
+def _divided_widths(shape: LayerShape) -> Iterator[int]:
     """Columns of the matrices, but experts', whose columns ranks divide."""
     for kind in kinds_of(shape).values():
         yield kind.width(shape)
-    if not all(shape.is_sparse or (False,)):
+    if not all(layer.is_sparse for layer in shape.layers):
         yield shape.intermediate_size
     if shape.experts is not None:
         yield shape.experts.shared_width
@@ -172,10 +171,14 @@ def _check_drafter(model: ModelConfig, spec: SpecConfig, target: ModelShape, ran
         raise UserError(f"spec.path: there is no directory {directory}; {remedy}", "spec.path")
     try:
         shape = READERS[spec.drafter](directory, target)
-        if model.load_format == "safetensors":
+        if model.load_format == "safetensors" and directory != model.directory:
             check_weights(directory)
     except UserError as error:
-        unset = "" if spec.path else " (spec.path is not set, so this is the model's own directory)"
-        raise type(error)(f"spec.path: {error}{unset}", "spec.path") from error
+        field, unset = "spec.path", ""
+        if spec.drafter == "mtp":
+            field = "spec.drafter"
+        elif not spec.path:
+            unset = " (spec.path is not set, so this is the model's own directory)"
+        raise type(error)(f"{field}: {error}{unset}", field) from error
     check_block(spec, shape)
     _check_ranks(shape, ranks, ": of the drafter")

@@ -76,12 +76,16 @@ def dummy_digest(seed: int, dtype: torch.dtype, device: torch.device, noise: str
 def model_digest(shape: LayerShape, weights: str) -> str:
     """Digest a model or a drafter: its configuration of KV, and its weights' digest."""
     fields = {name: value for name, value in asdict(shape).items() if name not in NOT_OF_KV}
-    if isinstance(shape, ModelShape):
-        # Under its first name; dtypes and shapes of the weights tell what the format is.
-        held = shape.quantization
-        del fields["quantization"]
-        fields["eight"] = None if held is None else (held.group > 0, held.ignored)
-        fields["experts"] = None if shape.experts is None else _said(shape.experts)
+    del fields["quantization"], fields["experts"]
+    # Under its first name; dtypes and shapes of the weights tell what the format is.
+    held = shape.quantization
+    later = {
+        "eight": None if held is None else (held.group > 0, held.ignored),
+        "experts": None if shape.experts is None else _said(shape.experts),
+    }
+    # Digests of drafters without have never had them, those of models always.
+    is_model = isinstance(shape, ModelShape)
+    fields |= {name: value for name, value in later.items() if is_model or value is not None}
     return _sha256([fields, weights])
 
 

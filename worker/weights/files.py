@@ -1,4 +1,7 @@
-"""The weight files of a model directory, and whether they are whole. Free of torch."""
+"""The weight files of a model directory, and whether they are whole. Free of torch.
+
+Those of a GGUF model are files that worker.config.gguf.directory has checked and links to.
+"""
 
 import json
 import math
@@ -9,11 +12,16 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from worker.config.checkpoint.fields import AGAIN, unreadable
+from worker.config.checkpoint.fields import AGAIN, read_fields, unreadable
 from worker.config.checkpoint.foreign import ASIDE, no_safetensors
 from worker.config.checkpoint.quantization import WEIGHT_SCALES
 from worker.config.checkpoint.refusals import READ, unquantized
+from worker.config.checkpoint.shape import read_architecture
+from worker.config.gguf.directory import LINKS
+from worker.config.gguf.file import read_header
+from worker.config.gguf.tensors import tensors_of
 from worker.errors import Unsupported, UserError
+from worker.weights.stacks import is_stack
 
 INDEX_NAME, WHOLE = "model.safetensors.index.json", "model.safetensors"
 PART = re.compile(r"(?P<stem>.+)-\d+-of-(?P<count>\d+)\.safetensors")  # of several files
@@ -44,6 +52,8 @@ def weight_files(path: Path) -> list[Path]:
     the same tensors.
     """
     whole, index = path / WHOLE, path / INDEX_NAME
+    if linked := sorted((path / LINKS).glob("*.gguf")):
+        return linked
     if not index.exists():
         return [whole, *_completing(whole)] if whole.exists() else _unlisted(path)
     weight_map = _weight_map(index)
@@ -98,6 +108,11 @@ def _unlisted(path: Path) -> list[Path]:
     return plain[0]
 
 
+def is_gguf(file: Path) -> bool:
+    """Whether a weight file is one."""
+    return file.parent.name == LINKS
+
+
 def check_weights(path: Path) -> None:
     """Compare the weight files with their own headers and with the index; reads no weights.
 
@@ -105,7 +120,7 @@ def check_weights(path: Path) -> None:
     Unsupported if tensors are of a format that is not read.
     """
     files, index = weight_files(path), path / INDEX_NAME
-    dtypes = tensor_dtypes(files)
+    dtypes = {name: dtype for file in files for name, (_, dtype) in _tensors(file).items()}
     named = _weight_map(index) if index.exists() and files != [path / WHOLE] else ()
     if missing := sorted({*named} - {*dtypes}):
         raise UserError(f"{index} names tensors that are in no file: {listed(missing)}; {AGAIN}")
@@ -129,21 +144,7 @@ def tensor_names(path: Path, files: Sequence[Path] | None = None) -> set[str]:
     """
     if files is None:
         files = weight_files(path) if any(path.glob("*.safetensors")) else ()
-    return set(tensor_dtypes(files))
-
-
-def tensor_dtypes(files: Sequence[Path]) -> Mapping[str, str]:
-    """The dtype of each tensor in `files`, as safetensors has it; raises as `tensor_names`."""
-    held: dict[str, str] = {}
-    for file in files:
-        try:  # compares the file's size with its header
-            with safe_open(file, framework="numpy") as reader:
-                for name in reader.keys():  # noqa: SIM118 - not a mapping
-                    held[name] = reader.get_slice(name).get_dtype()
-        except (SafetensorError, OSError) as error:
-            problem = unreadable(file, f"cut short or not a readable safetensors file: {error}")
-            raise UserError(f"{file}: {problem}") from error
-    return held
+    return {name for file in files for name in _tensors(file)}
 
 
 def count_weights(path: Path) -> tuple[int, int]:
@@ -154,16 +155,29 @@ def count_weights(path: Path) -> tuple[int, int]:
     """
     matrices = others = 0
     for file in weight_files(path):
-        with safe_open(file, framework="numpy") as reader:
-            for name in reader.keys():  # noqa: SIM118 - not a mapping
-                shape = reader.get_slice(name).get_shape()
-                in_layer = ".layers." in name and name.endswith(".weight")
-                alone = name.endswith("gate.weight") or ".in_proj_" in name
-                if len(shape) == 2 and in_layer and not alone:
-                    matrices += math.prod(shape)
-                elif not name.endswith(("_scale", "_scale_inv")):
-                    others += math.prod(shape)
+        for name, (shape, _) in _tensors(file).items():
+            in_layer = ".layers." in name and name.endswith(".weight")
+            alone = name.endswith("gate.weight") or ".in_proj_" in name
+            if (len(shape) == 2 and in_layer and not alone) or is_stack(name):
+                matrices += math.prod(shape)
+            elif not name.endswith(("_scale", "_scale_inv")):
+                others += math.prod(shape)
     return matrices, others
+
+
+def _tensors(file: Path) -> dict[str, tuple[Sequence[int], str]]:
+    """Shape and dtype of all tensors, as safetensors has them; raises as `tensor_names`."""
+    if is_gguf(file):  # whose types are checked where its header is read
+        architecture = read_architecture(read_fields(file.parents[1] / "config.json"))
+        found = tensors_of(read_header(file), architecture)
+        return {name: (stored.shape, DTYPES[0]) for name, stored in found.items()}
+    try:  # compares the file's size with its header
+        with safe_open(file, framework="numpy") as reader:
+            parts = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 - no mapping
+            return {name: (part.get_shape(), part.get_dtype()) for name, part in parts.items()}
+    except (SafetensorError, OSError) as error:
+        problem = unreadable(file, f"cut short or not a readable safetensors file: {error}")
+        raise UserError(f"{file}: {problem}") from error
 
 
 def listed(names: Sequence[str]) -> str:

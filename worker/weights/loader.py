@@ -1,4 +1,4 @@
-"""Fill one rank of a model, from safetensors files or with seeded noise."""
+"""Fill one rank of a model, from its files or with seeded noise."""
 
 import hashlib
 import logging
@@ -16,11 +16,14 @@ from worker.config.checkpoint.fields import unreadable
 from worker.config.checkpoint.shape import LayerShape
 from worker.config.progress import Progress, no_progress
 from worker.errors import UserError
-from worker.weights.files import listed, weight_files
+from worker.weights.files import is_gguf, listed, weight_files
 from worker.weights.formats import Readings
 from worker.weights.plain import PLAIN
 from worker.weights.scaled_files import KV_SCALES
 from worker.weights.shard import VALUES, Key, Shard
+from worker.weights.stacks import is_stack, of_stack
+
+log = logging.getLogger("kvlane.weights")
 
 log = logging.getLogger("kvlane.weights")
 
@@ -43,7 +46,7 @@ class Loadable(Protocol):
 
 
 def read_weights(model: Loadable, path: Path, progress: Progress = no_progress) -> None:
-    """Fill `model` from the safetensors files of directory `path`, one tensor after the other.
+    """Fill `model` from the weight files of directory `path`, one tensor after the other.
 
     Raises UserError if a file is missing or broken, or if tensors are missing, unexpected or of
     another shape (all of them are named, up to eight).
@@ -52,7 +55,7 @@ def read_weights(model: Loadable, path: Path, progress: Progress = no_progress) 
     readings, others = Readings(files), list[str]()
     missing = set(shards)
     for file in files:
-        for key, part in _tensors(file, shards, readings):
+        for key, part in _tensors(file, model.shape, shards, readings):
             if part is not None:
                 shards[key].fill(part)
                 missing.discard(key)
@@ -90,24 +93,46 @@ def _tell(path: Path, files: list[Path], unused: list[str], num_changed: int) ->
 
 
 def _tensors(
-    file: Path, shards: dict[Key, Shard], readings: Readings
+    file: Path, shape: LayerShape, shards: dict[Key, Shard], readings: Readings
 ) -> Iterator[tuple[Key, Tensor | None]]:
     """The parts of each tensor in `file`, by key; None if no shard asks for it."""
     keys = defaultdict[str, list[Key]](list)
     for key in shards:
         keys[key.tensor].append(key)
     try:
-        with safe_open(file, framework="pt", device="cpu") as reader:
+        with _opened(file, shape, shards) as reader:
             for name in reader.keys():  # noqa: SIM118 - not a mapping
-                if (tensor := readings.tensor_of(name)) not in keys:
-                    yield Key(name), None
-                    continue
-                stored = readings.opened(name, reader.get_slice(name))
-                for key in keys[tensor]:
-                    yield key, _part(f"{file}: {name}", stored, key.role, shards[key])
+                for matrix, slices in _matrices(file, name, reader.get_slice(name)).items():
+                    if (tensor := readings.tensor_of(matrix)) not in keys:
+                        yield Key(matrix), None
+                        continue
+                    stored = readings.opened(matrix, slices)
+                    for key in keys[tensor]:
+                        yield key, _part(f"{file}: {matrix}", stored, key.role, shards[key])
     except SafetensorError as e:
         problem = unreadable(file, f"not a readable safetensors file: {e}")
         raise UserError(f"{file}: {problem}") from e
+
+
+def _matrices(file: Path, name: str, stored: Any) -> Mapping[str, Any]:
+    """What slices each of the tensors that the file's tensor holds, by name; mostly itself."""
+    try:
+        return of_stack(name, stored) if is_stack(name) else {name: stored}
+    except UserError as e:
+        raise UserError(f"{file}: {e}") from None
+
+
+def _opened(file: Path, shape: LayerShape, shards: Mapping[Key, Shard]) -> Any:
+    if not is_gguf(file):
+        return safe_open(file, framework="pt", device="cpu")
+    from worker.weights.gguf_tensors import GgufTensors  # whose library others need not wait for
+
+    tensors = GgufTensors(file, shape)
+    dtype = next(iter(shards.values())).dest.dtype
+    held = tensors.num_numbers * dtype.itemsize / 1e6
+    text = "%s: %s; its numbers take %.1f MB as %s, of all ranks together"
+    log.info(text, file.name, tensors.describe(), held, dtype)
+    return tensors
 
 
 def _part(place: str, stored: Any, role: str, shard: Shard) -> Tensor:

@@ -91,6 +91,8 @@ def no_safetensors(path: Path) -> str:
     others = sorted(x.name for end in OTHER_WEIGHTS for x in path.glob(f"*.{end}"))
     others += sorted(x.name for x in path.glob("*.safetensors") if x.name.startswith(ASIDE))
     held = f", but {others[0]}" if others else ""
+    if held.endswith(".gguf"):
+        return f"{path}: no *.safetensors file{held}: give the path of that file"
     if held.startswith(", but consolidated"):
         return f"{path}: no weights in the form of transformers{held}; {HF_FORM}"
     return f"{path}: no *.safetensors file{held}; {READ}: {SAVE}; or take a model that has them"

@@ -13,7 +13,7 @@ MISTRAL, OLMO, PHI, GEMMA = (
     *("mistralai/Mistral-Nemo-Instruct-2407", "allenai/OLMo-2-1124-7B-Instruct"),
     *("microsoft/phi-4", "google/gemma-3-1b-it"),
 )
-READ = "kvlane reads bf16, f16, f32 and FP8 safetensors"
+READ = "kvlane reads bf16, f16, f32 and FP8 safetensors, and some GGUF files"
 DENSE = f"take a dense model, as {QWEN} or {LLAMA}"
 
 # Of `architectures`: pattern -> (what such models need, what to do instead). The first counts.
@@ -86,9 +86,11 @@ def unquantized(path: Path) -> str:
 
 
 def check_path(path: Path) -> None:
-    """Refuse what is no directory of safetensors but a GGUF file, or a directory of such."""
-    is_file = path.suffix.lower() == ".gguf"
-    is_empty = not (path / "config.json").exists()
-    if is_file or (is_empty and (any(path.glob("*.gguf")) or "-gguf" in str(path).lower())):
-        text = f"{path} is a GGUF {'file' if is_file else 'model'}; {READ}"
-        raise Unsupported(f"{text}: take {unquantized(path)}")
+    """Refuse a model on the hub that is GGUF files alone, of which none is downloaded."""
+    known = ("config.json", "tokenizer.json")
+    is_empty = path.is_dir() and not all((path / name).exists() for name in known)
+    if is_empty and "-gguf" in str(path).lower():
+        text = f"{path} is a GGUF model; give the path of one of its files, downloaded by"
+        raise Unsupported(
+            f"{text} hf download NAME FILE --local-dir DIR; or take {unquantized(path)}"
+        )

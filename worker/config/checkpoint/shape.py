@@ -63,6 +63,9 @@ class LayerShape:
     rotary_dim: int  # of a head's head_dim numbers, so many are rotated
     dtype: str  # of the checkpoint
     scales: Scales = Scales()  # noqa: RUF009 - immutable
+    experts: ExpertShape | None = None  # of those layers of `layers` that have them
+    # In which other format the files have matrices; None: all are in the model's dtype.
+    quantization: Quantization | None = None
 
     @property
     def features(self) -> Features:
@@ -89,6 +92,11 @@ class LayerShape:
         """Of the scores."""
         return self.scales.attention or self.head_dim**-0.5
 
+    @property
+    def scale_group(self) -> int:
+        """Columns of a matrix that share a scale, so that no rank's part ends within; else 1."""
+        return (self.quantization.group if self.quantization else 0) or 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape(LayerShape):
@@ -108,9 +116,6 @@ class ModelShape(LayerShape):
     local_rope: Rope | None = None  # of layers with a window; None: as of the others
     # Which layers have experts in the place of a feed-forward; (): none.
     is_sparse: tuple[bool, ...] = ()
-    experts: ExpertShape | None = None
-    # In which other format the files have matrices; None: all are in the model's dtype.
-    quantization: Quantization | None = None
 
     def served(self, max_len: int | str) -> "ModelShape":
         """For requests of up to `max_len` tokens; another text than a number: of any length.
@@ -124,11 +129,6 @@ class ModelShape(LayerShape):
             return self
         is_long = max_len > scaling.original_max_position_embeddings
         return replace(self, rope_scaling=replace(scaling, is_long=is_long))
-
-    @property
-    def scale_group(self) -> int:
-        """Columns of a matrix that share a scale, so that no rank's part ends within; else 1."""
-        return (self.quantization.group if self.quantization else 0) or 1
 
     @property
     def masks(self) -> tuple[KeyMask, ...]:
