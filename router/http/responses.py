@@ -1,19 +1,18 @@
 """`/v1/responses`: to make one, also with nobody to wait for it, and what is kept of them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from fastapi import Request, Response
 from starlette.responses import JSONResponse
 from starlette.types import Message
 
 from router.adapters.compact import ASK, CompactAnswer
 from router.adapters.messages import num_tokens
-from router.adapters.response_body import UNFIT, Asked, ResponseAnswer
+from router.adapters.response_body import Asked, ResponseAnswer
 from router.adapters.responses import (
     OpenResponseBody,
     ResponseBody,
@@ -22,18 +21,15 @@ from router.adapters.responses import (
     head_of,
     spaces_of,
 )
-from router.adapters.store import Item, Kept, MissingResponse, ResponseStore
+from router.adapters.store import Item, Kept, ResponseStore
 from router.errors import invalid, unsupported
 from router.http.answer import Answer
 from router.http.api import Api
 from router.http.exchange import Exchange
+from router.http.stored import StoredResponses
 from router.openai.body import Prepared
 from router.openai.reading import read
 from router.show.front import Front, as_json
-
-MAX_FETCHED = 32  # responses of other routers, for one request
-
-Result = TypeVar("Result")
 
 
 class Nowhere:
@@ -52,16 +48,17 @@ class ResponseRoutes:
     """The endpoints below `/v1/responses`. api: generates what their bodies are prepared to."""
 
     def __init__(self, front: Front, api: Api) -> None:
-        self._served, self._siblings, self._api = front.served, front.siblings, api
+        self._served, self._api = front.served, api
         config = front.served.config
         self._store = ResponseStore(config.stored_responses_mib << 20, config.stored_response_ttl_s)
+        self._stored = StoredResponses(self._store, front.siblings)
         self._tasks = set[asyncio.Task[None]]()  # the loop holds tasks weakly
 
     async def create(self, request: Request) -> Response:
         """POST /v1/responses."""
         owner, raw = self._owner(request), await self._api.body(request)
-        prepare = partial(self._prepared, owner)
-        answer = await self._with_kept(owner, lambda: self._api.generate(request, raw, prepare))
+        begin = partial(self._api.generate, request, raw, partial(self._prepared, owner))
+        answer = await self._stored.with_all(owner, begin)
         form = answer.form
         assert isinstance(form, ResponseAnswer)
         if not form.is_background:
@@ -76,8 +73,8 @@ class ResponseRoutes:
     async def compact(self, request: Request) -> Response:
         """POST /v1/responses/compact."""
         owner, raw = self._owner(request), await self._api.body(request)
-        prepare = partial(self._condensed, owner)
-        return await self._with_kept(owner, lambda: self._api.generate(request, raw, prepare))
+        begin = partial(self._api.generate, request, raw, partial(self._condensed, owner))
+        return await self._stored.with_all(owner, begin)
 
     async def count(self, request: Request) -> Response:
         """POST /v1/responses/input_tokens."""
@@ -85,24 +82,29 @@ class ResponseRoutes:
         own_salt = Exchange.of(request.scope).own_salt
 
         def counted(raw: bytes) -> dict[str, Any]:
-            body = self._read(raw)
+            body = _read(raw)
             self._served.check_model(body.model)
             before, own = conversation_of(body, self._store, owner)
             chat = chat_of_response(body, [*before, *own])
             num = num_tokens(self._served, own_salt, chat)
             return {"object": "response.input_tokens", "input_tokens": num}
 
-        return await self._with_kept(owner, lambda: self._api.told(raw, counted))
+        return await self._stored.with_all(owner, lambda: self._api.told(raw, counted))
 
     async def get(self, request: Request) -> Response:
         """GET /v1/responses/{name}."""
         if request.query_params.get("stream") == "true":
             raise unsupported("stream: a response that is kept is not streamed", "stream")
-        return JSONResponse((await self._found(request)).response)
+        return JSONResponse(
+            (await self._stored.get(request.path_params["name"], self._owner(request))).response
+        )
 
     async def inputs(self, request: Request) -> Response:
         """GET /v1/responses/{name}/input_items."""
-        name, items = request.path_params["name"], (await self._found(request)).inputs
+        name, items = (
+            request.path_params["name"],
+            (await self._found(request)).inputs,
+        )
         data = [{"id": f"{name}-{i}", **item} for i, item in enumerate(items)]
         if request.query_params.get("order", "desc") == "desc":
             data.reverse()
@@ -127,54 +129,17 @@ class ResponseRoutes:
         return as_json(kept)
 
     async def _found(self, request: Request) -> Kept:
-        name, owner = request.path_params["name"], self._owner(request)
-        try:
-            return self._store.get(name, owner)
-        except MissingResponse:
-            await self._fetch(name, owner)
-            return self._store.get(name, owner)
-
-    async def _fetch(self, name: str, owner: str) -> bool:
-        """Whether another router has kept it for this owner; then it is kept here, too."""
-        if UNFIT.search(name) is not None:
-            return False
-        answers = await self._siblings.ask_routers(f"/dashboard/responses/{name}")
-        for text in filter(None, answers.values()):
-            kept = msgspec.json.decode(text, type=Kept)
-            if kept.owner == owner and kept.response["status"] != "in_progress":
-                self._store.put(kept)
-                return True
-        return False
+        return await self._stored.get(request.path_params["name"], self._owner(request))
 
     def _owner(self, request: Request) -> str:
         return Exchange.of(request.scope).client
-
-    async def _with_kept(self, owner: str, work: Callable[[], Awaitable[Result]]) -> Result:
-        """What `work` makes, when responses that it lacks have come from other routers."""
-        fetched = set[str]()
-        while True:
-            try:
-                return await work()
-            except MissingResponse as missing:
-                name = missing.name
-                if name in fetched or len(fetched) == MAX_FETCHED:
-                    raise
-                if not await self._fetch(name, owner):
-                    raise
-                fetched.add(name)
-
-    def _read(self, raw: bytes) -> OpenResponseBody:
-        body = read(OpenResponseBody, raw)
-        if not body.input and body.previous_response_id is None:
-            raise invalid("input: is needed, or previous_response_id", "input")
-        return body
 
     def _prepared(self, owner: str, raw: bytes, own_salt: str) -> Prepared:
         return self._made(read(ResponseBody, raw), owner, own_salt)
 
     def _condensed(self, owner: str, raw: bytes, own_salt: str) -> Prepared:
         """The summary is asked for as one more message; no tool is called and nothing is kept."""
-        body = self._read(raw)
+        body = _read(raw)
         if body.stream or body.background:
             name = "stream" if body.stream else "background"
             raise invalid(f"{name}: /compact answers whole, and at once", name)
@@ -217,3 +182,10 @@ class ResponseRoutes:
             await answer(scope, nobody_writes, nobody_reads)
         finally:
             self._store.end(name)
+
+
+def _read(raw: bytes) -> OpenResponseBody:
+    body = read(OpenResponseBody, raw)
+    if not body.input and body.previous_response_id is None:
+        raise invalid("input: is needed, or previous_response_id", "input")
+    return body
