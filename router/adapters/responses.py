@@ -88,7 +88,7 @@ def spaces_of(body: ResponseBody) -> dict[str, Space]:
     Raises an ApiError, 400, if two tools would have one name.
     """
     names = dict[str, Space]()
-    plain = {tool.get("name") for tool in body.tools if tool.get("type") != "namespace"}
+    plain = [tool.get("name") for tool in body.tools if tool.get("type") != "namespace"]
     for i, tool in enumerate(body.tools):
         if tool.get("type") == "namespace":
             for j, one in enumerate(_inside(tool, f"tools.{i}")):

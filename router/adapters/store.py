@@ -76,7 +76,7 @@ class ResponseStore:
         """An item of a response's output: its id has that of the response; raises as `get`."""
         response = "resp_" + name.partition("_")[2].rpartition("-")[0]
         try:
-            output: Sequence[Item] = self.get(response, owner, param).response.get("output", ())
+            output: Sequence[Item] = self.get(response, owner, param).response["output"] or ()
         except MissingResponse:
             output = ()
         found = next((item for item in output if item["id"] == name), None)

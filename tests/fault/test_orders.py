@@ -20,7 +20,7 @@ def test_roles_change_and_workers_leave_by_orders(clusters: Clusters, tmp_path: 
         headers = {"authorization": f"Bearer {key}"}
         return httpx.post(f"{serve.url}/admin/{path}", json=order, headers=headers, timeout=HANG_S)
 
-    assert told("role", "user", name="decode-1", role="prefill").status_code == 401
+    assert told("role", "user", name="decode-1", role="prefill").status_code == 403
     answer = told("role", name="decode-1", role="prefill", timeout_s=1)
     assert answer.status_code == 200, answer.text
     turned = serve.status()["decode-1"]

@@ -244,6 +244,7 @@ def test_which_functions_of_a_namespace_may_be_called(
         assert called in grammar
         assert other not in grammar
     twice = [SPACE, {**WEATHER, "name": "mcp__crm__find"}]
+    assert served.refusal(RESPONSES, input="a", tools=[SPACE, {"type": "function", "name": []}])
     for tools in (twice, [{**SPACE, "tools": [{"type": "mcp"}]}], [{**SPACE, "tools": 5}]):
         param = served.refusal(RESPONSES, input="a", tools=tools)["param"]
         assert param.startswith("tools.0.tools")

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 MODEL = "MODEL"  # stands for the served name
-ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}  # others: a mistake
+ERROR_TYPES = {  # others: a mistake
+    401: "authentication_error", 403: "permission_error", 429: "rate_limit_error",
+}  # fmt: skip
 LAST_EVENTS = tuple(b"event: " + name for name in (
     b"message_stop", b"response.completed", b"response.incomplete"
 ))  # fmt: skip
