@@ -227,8 +227,10 @@ def _said(blocks: Sequence[dict[str, Any]], where: str) -> dict[str, Any]:
         if kind == "thinking":
             thoughts.append(word(block, "thinking", param))
         elif kind == "tool_use":
-            given = {} if block.get("input") is None else block["input"]
-            arguments = given if isinstance(given, str) else json.dumps(given)
+            given: Any = block.get("input")
+            arguments = (
+                given if isinstance(given, str) else json.dumps({} if given is None else given)
+            )
             function = {"name": word(block, "name", param), "arguments": arguments}
             calls.append({"id": word(block, "id", param), "type": "function", "function": function})
         elif kind != "redacted_thinking":
