@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from router.errors import invalid
 from router.text.bounded import Bounds
+from router.text.exact import at
 from router.text.forms.form import ID, Form, Json, Pairs, Tags
 from router.text.forms.schema import (
     TEXT,
@@ -84,7 +85,7 @@ class _Rules:
         self.rules: list[str] = []
         self.unkept: list[str] = []
         self._root: Mapping[str, Any] = {}  # the parameters of the function that is at hand
-        self._strict = False
+        self._strict, self._path = False, ""
 
     def literal(self, text: str) -> str:
         """`text` in a rule, with any id where one stands in it."""
@@ -101,7 +102,7 @@ class _Rules:
         if set(schema) <= WITHOUT_NAMES:  # a function without parameters, as in OpenAI's API
             schema["properties"] = {}
         self._root, self._strict = schema, function.strict
-        name = f"arguments_{i}"
+        name, self._path = f"arguments_{i}", f"tools.{function.name}"
         if isinstance(style, Json):
             arguments, ends = self._part(name, schema), ""
         else:
@@ -260,12 +261,18 @@ class _Rules:
         return {**places, **(cast("dict[str, Any]", one) if isinstance(one, dict) else {})}
 
     def _part(self, name: str, schema: dict[str, Any]) -> str:
-        part = schema_part(schema, "tools", self._bounds, lenient=not self._strict)
+        lenient = not self._strict
+        part = schema_part(
+            schema, "tools", self._bounds, lenient=lenient, path=self._path, told=self.unkept
+        )
         self.parts.append((name, part))
         return f"@{name}"
 
     def _told(self, schema: Mapping[str, Any], *keys: str) -> None:
-        self.unkept += [key for key in keys if key in schema]
+        found = [at(self._path, key) for key in keys if key in schema]
+        if found and self._strict:
+            raise invalid(f"{found[0]}: no grammar of this form keeps to it", "tools")
+        self.unkept += found
 
 
 def regex(text: str) -> str:
