@@ -157,7 +157,9 @@ class _Reader:
             least, most = marks.get(token.text) or self._limits(token)
             if most == 0:
                 return _EMPTY
-            many = "*" if (least, most) == (0, None) else f"{{{least},{'' if most is None else most}}}"
+            many = (
+                "*" if (least, most) == (0, None) else f"{{{least},{'' if most is None else most}}}"
+            )
             needs: list[list[Any]] = made.needs if least else [[]]
             made = _Made(f"({made.lark}){many}", made.size * (most or least or 1), needs)
         return made

@@ -221,7 +221,9 @@ class _Exact:
 def _is_inexact(value: Any) -> bool:
     """Whether llguidance takes an integer in `value` for another one."""
     if isinstance(value, dict | list):
-        inner = cast("Schema", value).values() if isinstance(value, dict) else cast("list[Any]", value)
+        inner = (
+            cast("Schema", value).values() if isinstance(value, dict) else cast("list[Any]", value)
+        )
         return any(map(_is_inexact, inner))
     if not isinstance(value, int) or abs(value) < EXACT:
         return False

@@ -36,6 +36,29 @@ _DAY = (
 _MINUTE = "[0-9]{2}:[0-9]{2}:[0-5]"
 # What llguidance's formats allow too much: 29 February of any year, and leap seconds of any minute.
 BESIDE = {"date": [_DAY], "date-time": [_DAY, f"^.{{11}}{_MINUTE}"], "time": [f"^{_MINUTE}"]}
+# Texts of formats where they stand as they are, without quotes: some of each, whose kind is common.
+_DATE = (
+    r"(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]"
+    r"|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26]))-02-29)"
+)
+_TIME = (
+    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?"
+    r"(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+)
+_BYTE, _LABEL = (
+    "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])",
+    "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?",
+)
+_HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
+PATTERNS = {
+    "date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}", "hostname": _HOST,
+    "duration": r"P(?:[0-9]{1,9}W|[0-9]{1,9}D(?:T[0-9]{1,9}H)?|T[0-9]{1,9}[HMS])",
+    "email": rf"[A-Za-z0-9_+-]{{1,64}}(?:\.[A-Za-z0-9_+-]{{1,64}}){{0,3}}@{_HOST}",
+    "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}", "ipv6": "(?:[0-9a-fA-F]{1,4}:){7}[0-9a-fA-F]{1,4}",
+    "uuid": "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "uri": rf"[a-z][a-z0-9+.-]*:\/\/{_HOST}(?::[0-9]{{1,5}})?(?:\/[A-Za-z0-9._~+,=&;-]*)*"
+    r"(?:\?[A-Za-z0-9._~+,=&;\/-]*)?(?:#[A-Za-z0-9._~-]*)?",
+}  # fmt: skip
 SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 MAX_WAYS = 64  # of choosing properties
 _UNREADABLE = re.compile(r"\(\?(?:[=!>]|<[=!])|\\[1-9]")
@@ -66,10 +89,17 @@ def readable(pattern: str) -> str:
         if text[0] != "[":
             return text
         start = 2 if text[1] == "^" else 1
-        inner = re.sub(r"\\.|[\[&~]", lambda c: c[0] if len(c[0]) > 1 else "\\" + c[0], text[start:-1])
+        inner = re.sub(
+            r"\\.|[\[&~]", lambda c: c[0] if len(c[0]) > 1 else "\\" + c[0], text[start:-1]
+        )
         return text[:start] + inner.replace("--", r"-\-") + "]"
 
     return _SETS.sub(literal, pattern)
+
+
+def own_format(form: str, pattern: Any) -> bool:
+    """Whether a format is somebody's own name for what a pattern beside it says, as zod's are."""
+    return form not in STANDARD and isinstance(pattern, str)
 
 
 class _Keeper:
@@ -135,7 +165,7 @@ class _Keeper:
             return
         if form not in FORMATS:
             del copy["format"]
-            if form in STANDARD or "pattern" not in copy:
+            if not own_format(form, copy.get("pattern")):
                 self._tell(path, "format", f"no grammar knows the format {form[:40]!r}")
         elif "pattern" in copy and self._tried({k: copy[k] for k in ("pattern", "format")}):
             del copy["format"]  # both at once are too much, or contradict each other
@@ -145,7 +175,9 @@ class _Keeper:
             copy["allOf"] = [*listed(copy.get("allOf")), *more]
 
     def _lacks(self, pattern: str) -> bool:
-        if _UNREADABLE.search(_SETS.sub(lambda found: found[0] if found[0][0] == "\\" else "x", pattern)):
+        if _UNREADABLE.search(
+            _SETS.sub(lambda found: found[0] if found[0][0] == "\\" else "x", pattern)
+        ):
             return True
         return bool(self._tried({"type": "string", "pattern": pattern}))
 
@@ -180,7 +212,9 @@ class _Keeper:
         missing = [name for name in listed(copy.get("required")) if name not in known]
         if missing:
             copy["required"] = [name for name in copy["required"] if name in known]
-            self._tell(path, "required", f"{str(missing[0])[:40]!r} is no property, and no other may be")
+            self._tell(
+                path, "required", f"{str(missing[0])[:40]!r} is no property, and no other may be"
+            )
 
     def _property_names(self, copy: Schema, path: str) -> None:
         names: Any = copy.pop("propertyNames")
@@ -193,7 +227,12 @@ class _Keeper:
         more = copy.get("additionalProperties", True)
         alone = not copy.get("properties") and not copy.get("patternProperties")
         values = values_listed(names)
-        if alone and says <= {"enum", "const"} and values and all(isinstance(v, str) for v in values):
+        if (
+            alone
+            and says <= {"enum", "const"}
+            and values
+            and all(isinstance(v, str) for v in values)
+        ):
             copy |= {"properties": dict.fromkeys(values, more), "additionalProperties": False}
         elif alone and says == {"pattern"} and not self._lacks(names["pattern"]):
             copy |= {"patternProperties": {names["pattern"]: more}, "additionalProperties": False}
@@ -230,7 +269,9 @@ class _Keeper:
             self._tell(path, key)
             return
         chosen: list[Schema] = [
-            {"required": [*way]} if key == "minProperties" else {"properties": dict.fromkeys(way, False)}
+            {"required": [*way]}
+            if key == "minProperties"
+            else {"properties": dict.fromkeys(way, False)}
             for way in ways
         ]
         copy["allOf"] = [*listed(copy.get("allOf")), {"anyOf": chosen}]
@@ -268,19 +309,29 @@ class _Keeper:
         values, others = values_listed(one), values_listed(other)
         if values and others and not any(value in others for value in values):
             return True
-        kinds = [kinds_listed(each) or {kind_of(v) for v in values_listed(each)} for each in (one, other)]
+        kinds = [
+            kinds_listed(each) or {kind_of(v) for v in values_listed(each)} for each in (one, other)
+        ]
         kinds = [{"number" if kind == "integer" else kind for kind in each} for each in kinds]
         if kinds[0] and kinds[1] and not kinds[0] & kinds[1]:
             return True
         if kinds != [{"object"}, {"object"}]:
             return False
         both = [cast("Schema", each.get("properties") or {}) for each in (one, other)]
-        needed = [{n for n in listed(each.get("required")) if isinstance(n, str)} for each in (one, other)]
+        needed = [
+            {n for n in listed(each.get("required")) if isinstance(n, str)} for each in (one, other)
+        ]
         for own, far, name in [(0, 1, n) for n in needed[0]] + [(1, 0, n) for n in needed[1]]:
             schema = (one, other)[far]
-            closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+            closed = schema.get("additionalProperties") is False and not schema.get(
+                "patternProperties"
+            )
             if name not in both[far] and closed:
                 return True
-            if name in both[0] and name in both[1] and self._apart(both[own][name], both[far][name], depth + 1):
+            if (
+                name in both[0]
+                and name in both[1]
+                and self._apart(both[own][name], both[far][name], depth + 1)
+            ):
                 return True
         return False

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from llguidance import regex_to_lark
+
 from router.errors import invalid
 from router.text.bounded import Bounds
 from router.text.exact import at
@@ -25,6 +27,7 @@ from router.text.forms.schema import (
     values_of,
 )
 from router.text.grammar import Part, Spelling, quoted, schema_part
+from router.text.keywords import PATTERNS, own_format, readable
 
 # Keys of `parameters` that say nothing of what parameters there are.
 WITHOUT_NAMES = frozenset({"type", "title", "description", "required", "$schema", "$defs"})
@@ -33,7 +36,7 @@ ANY_NAME = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 MAX_MORE = 16  # arguments that no schema names; special tokens in one text
 # What arguments between marks cannot be held to, all of them together and a bare text.
 OF_ALL = ("anyOf", "oneOf", "if", "not", "dependentRequired", "minProperties", "maxProperties")
-LOOSE = ("format", "not", "if", "contentEncoding", "contentMediaType")
+LOOSE = ("not", "if")
 # Of patterns: what is no constraint of characters, so that no grammar is made of it.
 AROUND = re.compile(r"\\[1-9bBkKGZzA]|\(\?[=!<P]|[*+?}]\+|(?<!\\)[$^]")
 CLASS = re.compile(r"(?<!\\)\[(?:\\.|[^\]\\])*\]")
@@ -127,8 +130,11 @@ class _Rules:
             more = self._argument(f"{name}_more", None, schema.get("additionalProperties"))
             behind = f"({between} {more}){{0,{MAX_MORE}}}"
             before = f"({more} {behind})?"
+        root = self._path
         for i, (key, own) in reversed(list(enumerate(known.items()))):
+            self._path = at(root, "properties", key)
             one = self._argument(f"{name}_{i}", key, own)
+            self._path = root
             rests = self.rule(f"{name}_behind_{i + 1}", behind), f"{name}_before_{i + 1}"
             if key not in needed:
                 self.rule(rests[1], before)
@@ -236,17 +242,24 @@ class _Rules:
 
     def _pattern(self, schema: Mapping[str, Any]) -> str | None:
         """A pattern of all of a text, by a schema; None: there is none that can be kept."""
-        pattern = schema.get("pattern")
+        pattern, form = schema.get("pattern"), schema.get("format")
+        if isinstance(form, str) and form not in PATTERNS:
+            if not own_format(form, pattern):
+                self._told(schema, "format")
+        elif isinstance(form, str) and not isinstance(pattern, str):
+            return PATTERNS[form]
         if not isinstance(pattern, str):
             return None
+        pattern = readable(pattern)
         starts, ends = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
         core = pattern[starts : len(pattern) - ends]
-        if AROUND.search(CLASS.sub("x", core)):
-            if self._strict:
-                raise invalid(f"tools: no grammar of the pattern {pattern[:100]!r}", "tools")
-            self.unkept.append("pattern")
-            return None
-        core = re.sub(r"(?<!\\)/", r"\/", core.replace("\n", r"\n"))
+        one = {"type": "string", "pattern": pattern}
+        if AROUND.search(CLASS.sub("x", core)) or self._bounds.tried(one):
+            self._told(schema, "pattern")
+            return PATTERNS.get(str(form))
+        if isinstance(form, str) and form in PATTERNS:  # two at once are one too many
+            self._told(schema, "format")
+        core = re.sub(r"(?<!\\)/", r"\/", regex_to_lark(core, "dw").replace("\n", r"\n"))
         return f"{'' if starts else '.*'}(?-s:{core}){'' if ends else '.*'}"
 
     def _spelled(self, value: str) -> str:
