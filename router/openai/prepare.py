@@ -214,9 +214,9 @@ class Preparer:
         known = {name.rpartition(".")[2] for name in names}
         names += [f"tools.{name}" for name in unkept(of_tools) if name not in known]
         names += [f"{param}.{name}" for name in unkept(own) if name not in known]
-        if unique := [name for name in names if name.endswith(".uniqueItems")]:
-            if unique[0].startswith("response_format."):
-                raise invalid(f"{unique[0]}: not supported", param)
+        for name in names:
+            if name.startswith("response_format.") and name.endswith(".uniqueItems"):
+                raise invalid(f"{name}: not supported", param)
         return grammar, param, self._told(dict.fromkeys(names))
 
     def _prepared(

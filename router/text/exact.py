@@ -8,7 +8,7 @@ import json
 import math
 from typing import Any, cast
 
-from router.text.bounded import MAX_WORK, Schema
+from router.text.bounded import MAX_WORK, NAMED, Schema
 from router.text.forms.schema import kind_of, listed, resolved
 
 EXACT = 1 << 53  # from here on not every integer is a double
@@ -62,9 +62,8 @@ def mend_bounds(schema: Schema, path: str) -> None:
         is_far = max(lowest[1], -highest[1]) >= OPEN_ENDED  # llguidance needs both sides then
         schema |= dict([lowest] if is_far or low > -math.inf else [])
         schema |= dict([highest] if is_far or high < math.inf else [])
-    elif whole and low <= high and not values_listed(schema):
-        step = schema.pop("multipleOf", 1)
-        schema["enum"] = [n for n in range(int(low), int(high) + 1) if n % step == 0]
+    elif whole and low <= high and not {"multipleOf", "enum", "const"} & set(schema):
+        schema["enum"] = [*range(int(low), int(high) + 1)]
     else:
         raise Unkept(at(path, sorted(given)[0]), "there is no number within these bounds")
 
@@ -132,7 +131,11 @@ class _Exact:
             given = cast("Schema", one)
             if any(map(_is_inexact, values_listed(given))):
                 return True
-            todo += [inner for key, inner in given.items() if key not in SILENT | {"enum", "const"}]
+            for key, inner in given.items():
+                if key in NAMED and key not in SILENT and isinstance(inner, dict):
+                    todo += cast("Schema", inner).values()
+                elif key not in SILENT | {"enum", "const"}:
+                    todo.append(inner)
             todo += [resolved(given, self._root)] if "$ref" in given else []
         return False
 
@@ -201,7 +204,7 @@ class _Exact:
         if most == 0:
             return '"[]"'
         more = f"{{{max(0, least - 1)},{'' if most is None else most - 1}}}"
-        some = f'{item} ("," {item}){more}'
+        some = f'{item} ("," {item}){more}' if most != 1 else item
         return f'"[" ({some}){"" if least else "?"} "]"'
 
     def _object(self, schema: Schema, path: str) -> str:
@@ -233,9 +236,9 @@ def _is_inexact(value: Any) -> bool:
 def _fits(value: Any, schema: Schema) -> bool:
     """Whether a listed value has the type and is within the bounds of `schema`."""
     kinds, number = kinds_listed(schema), _number(value)
-    own = {kind_of(value)} | ({"number"} if number is not None else set())
-    own |= {"integer"} if isinstance(value, float) and value.is_integer() else set()
-    if kinds and not kinds & own:
+    own = [kind_of(value), *(["number"] if number is not None else [])]
+    own += ["integer"] if isinstance(value, float) and value.is_integer() else []
+    if kinds and kinds.isdisjoint(own):
         return False
     if number is None:
         return True

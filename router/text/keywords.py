@@ -1,9 +1,9 @@
 """JSON schemas in words that llguidance keeps to; what it lacks is told by its path.
 
-It takes numbers for doubles, has no look-around and no back-references in patterns, knows some
-formats, no `oneOf` of values that may fit twice, and no bounds on how many optional properties there
-are. Here all of this is said otherwise where that is possible (each output then fits the schema as
-it was given), and else left out and told, or refused.
+It takes numbers for doubles, has no look-around and no back-references in patterns, some formats,
+no `oneOf` of values that may fit twice, and no bounds on how many optional properties there are.
+Here this is said otherwise where it can be (each output then fits the schema as it was given), and
+else left out and told, or refused.
 """
 
 import re
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 from router.text.bounded import CONDITIONS, GROUPS, NAMED, SINGLE, Schema
 from router.text.exact import Unkept, at, kinds_listed, mend_bounds, values_listed
 from router.text.forms.schema import kind_of, listed, resolved
+from router.text.trial import TOO_MUCH
 
 # Keywords that no grammar keeps to, and a value of each that is no constraint.
 UNREAD: Schema = {
@@ -21,10 +22,11 @@ UNREAD: Schema = {
     "if": None, "dependentRequired": {}, "dependentSchemas": {}, "dependencies": {},
     "unevaluatedItems": True, "$dynamicRef": None, "$recursiveRef": None,
 }  # fmt: skip
+ANCHORS = ("$dynamicAnchor", "$recursiveAnchor")
 FORMATS = frozenset({
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 })  # fmt: skip
-# Formats of JSON Schema itself; others are names of somebody's own, and say nothing beside a pattern.
+# Formats of JSON Schema itself. Others are somebody's own names, which say no more than a pattern.
 STANDARD = FORMATS | {
     "idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template",
     "json-pointer", "relative-json-pointer", "regex",
@@ -56,12 +58,13 @@ PATTERNS = {
     "email": rf"[A-Za-z0-9_+-]{{1,64}}(?:\.[A-Za-z0-9_+-]{{1,64}}){{0,3}}@{_HOST}",
     "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}", "ipv6": "(?:[0-9a-fA-F]{1,4}:){7}[0-9a-fA-F]{1,4}",
     "uuid": "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
-    "uri": rf"[a-z][a-z0-9+.-]*:\/\/{_HOST}(?::[0-9]{{1,5}})?(?:\/[A-Za-z0-9._~+,=&;-]*)*"
-    r"(?:\?[A-Za-z0-9._~+,=&;\/-]*)?(?:#[A-Za-z0-9._~-]*)?",
+    "uri": rf"[a-z][a-z0-9+.-]{{0,15}}:\/\/{_HOST}(?::[0-9]{{1,5}})?"
+    r"(?:\/[A-Za-z0-9._~+,=&;-]{0,64}){0,8}(?:\?[A-Za-z0-9._~+,=&;\/-]{0,64})?",
 }  # fmt: skip
 SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 MAX_WAYS = 64  # of choosing properties
-_UNREADABLE = re.compile(r"\(\?(?:[=!>]|<[=!])|\\[1-9]")
+MAX_PATTERNS = 512  # that are tried
+MAX_DEPTH, MAX_WORK = 4, 1 << 14  # of schemas that are compared
 _SETS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 # Says of a schema why llguidance cannot read it; empty: it can.
@@ -107,6 +110,8 @@ class _Keeper:
 
     def __init__(self, root: Schema, tried: Tried, *, strict: bool) -> None:
         self._root, self._tried, self._strict = root, tried, strict
+        self._work = 0  # schemas that were compared
+        self._known: dict[str, bool] = {}  # whether llguidance lacks a pattern
         self.told: list[str] = []
 
     def copy(self, schema: Any, path: str) -> Any:
@@ -129,9 +134,8 @@ class _Keeper:
                 del copy[key]
             elif key in given:
                 self._tell(path, key)
-        for key in CONDITIONS[1:]:
-            if "if" not in given:
-                copy.pop(key, None)
+        for key in ANCHORS if "if" in given else (*ANCHORS, *CONDITIONS):
+            copy.pop(key, None)
         for key in SIZES:
             if isinstance(given.get(key), float) and given[key].is_integer():
                 copy[key] = int(given[key])
@@ -158,7 +162,7 @@ class _Keeper:
             return
         if isinstance(pattern, str):
             copy["pattern"] = readable(pattern)
-            if self._lacks(copy["pattern"]):
+            if self._lacks(copy["pattern"], at(path, "pattern")):
                 del copy["pattern"]
                 self._tell(path, "pattern")
         if not isinstance(form, str):
@@ -167,19 +171,25 @@ class _Keeper:
             del copy["format"]
             if not own_format(form, copy.get("pattern")):
                 self._tell(path, "format", f"no grammar knows the format {form[:40]!r}")
-        elif "pattern" in copy and self._tried({k: copy[k] for k in ("pattern", "format")}):
+        elif "pattern" in copy and self._tried(
+            {"type": "string", **{k: copy[k] for k in ("pattern", "format")}}
+        ):
             del copy["format"]  # both at once are too much, or contradict each other
             self._tell(path, "format", "no grammar has this format beside this pattern")
         elif form in BESIDE and "pattern" not in copy:
             more = [{"pattern": beside} for beside in BESIDE[form]]
             copy["allOf"] = [*listed(copy.get("allOf")), *more]
 
-    def _lacks(self, pattern: str) -> bool:
-        if _UNREADABLE.search(
-            _SETS.sub(lambda found: found[0] if found[0][0] == "\\" else "x", pattern)
-        ):
-            return True
-        return bool(self._tried({"type": "string", "pattern": pattern}))
+    def _lacks(self, pattern: str, path: str) -> bool:
+        """Whether llguidance cannot read a pattern; raises Unkept if it takes too long."""
+        if pattern not in self._known:
+            if len(self._known) == MAX_PATTERNS:
+                raise Unkept(path, f"at most {MAX_PATTERNS} patterns may be in a schema")
+            why = self._tried({"type": "string", "pattern": pattern})
+            if why == TOO_MUCH:
+                raise Unkept(path, why)
+            self._known[pattern] = bool(why)
+        return self._known[pattern]
 
     def _names(self, copy: Schema, path: str) -> None:
         """Names of properties: `propertyNames`, `patternProperties`, `required`."""
@@ -195,7 +205,7 @@ class _Keeper:
         if isinstance(patterns, dict):
             patterns = cast("Schema", patterns)
             mended = {readable(name): own for name, own in patterns.items()}
-            lacking = [name for name in mended if self._lacks(name)]
+            lacking = [name for name in mended if self._lacks(name, at(path, "patternProperties"))]
             for name in lacking:
                 copy.setdefault("additionalProperties", mended.pop(name))
                 self._tell(at(path, "patternProperties"), name)
@@ -209,9 +219,9 @@ class _Keeper:
         patterns = copy.get("patternProperties")
         if not isinstance(known, dict) or patterns or any(key in copy for key in (*GROUPS, "$ref")):
             return
-        missing = [name for name in listed(copy.get("required")) if name not in known]
+        missing = [name for name in _required(copy) if name not in known]
         if missing:
-            copy["required"] = [name for name in copy["required"] if name in known]
+            copy["required"] = [name for name in _required(copy) if name in known]
             self._tell(
                 path, "required", f"{str(missing[0])[:40]!r} is no property, and no other may be"
             )
@@ -234,7 +244,7 @@ class _Keeper:
             and all(isinstance(v, str) for v in values)
         ):
             copy |= {"properties": dict.fromkeys(values, more), "additionalProperties": False}
-        elif alone and says == {"pattern"} and not self._lacks(names["pattern"]):
+        elif alone and says == {"pattern"}:
             copy |= {"patternProperties": {names["pattern"]: more}, "additionalProperties": False}
         else:
             self._tell(path, "propertyNames")
@@ -244,7 +254,7 @@ class _Keeper:
         known: Any = copy.get("properties")
         if not isinstance(known, dict) or not known:
             return
-        known, needed = cast("Schema", known), listed(copy.get("required"))
+        known, needed = cast("Schema", known), _required(copy)
         optional = [name for name in known if name not in needed]
         is_open = bool(copy.get("additionalProperties") or copy.get("patternProperties"))
         for key, least in (("minProperties", True), ("maxProperties", False)):
@@ -281,11 +291,11 @@ class _Keeper:
         members = listed(given.get("oneOf"))
         if not members:
             return
-        shared = {key: given[key] for key in ("type",) if key in given}
-        needed = listed(given.get("required"))
-        whole = [
-            {**shared, **one, "required": needed + listed(one.get("required"))}
-            for one in (resolved(member, self._root) for member in members)
+        shared = {"type": given["type"]} if "type" in given else {}
+        found = [resolved(member, self._root) for member in members]
+        whole: list[Schema] = [
+            {**shared, **one, "required": _required(given) + _required(cast("Schema", one))}
+            for one in found
             if isinstance(one, dict)
         ]
         alone = len(whole) == len(members) <= MAX_WAYS
@@ -303,35 +313,41 @@ class _Keeper:
         one, other = resolved(one, self._root), resolved(other, self._root)
         if one is False or other is False:
             return True
-        if not isinstance(one, dict) or not isinstance(other, dict) or depth > 8:
+        self._work += 1
+        is_much = depth > MAX_DEPTH or self._work > MAX_WORK
+        if is_much or not isinstance(one, dict) or not isinstance(other, dict):
             return False
-        one, other = cast("Schema", one), cast("Schema", other)
-        values, others = values_listed(one), values_listed(other)
+        pair = cast("Schema", one), cast("Schema", other)
+        values, others = map(values_listed, pair)
         if values and others and not any(value in others for value in values):
             return True
-        kinds = [
-            kinds_listed(each) or {kind_of(v) for v in values_listed(each)} for each in (one, other)
-        ]
-        kinds = [{"number" if kind == "integer" else kind for kind in each} for each in kinds]
-        if kinds[0] and kinds[1] and not kinds[0] & kinds[1]:
+        kinds, far_kinds = map(_kinds, pair)
+        if kinds and far_kinds and not kinds & far_kinds:
             return True
-        if kinds != [{"object"}, {"object"}]:
+        if not kinds == far_kinds == {"object"}:
             return False
-        both = [cast("Schema", each.get("properties") or {}) for each in (one, other)]
-        needed = [
-            {n for n in listed(each.get("required")) if isinstance(n, str)} for each in (one, other)
-        ]
-        for own, far, name in [(0, 1, n) for n in needed[0]] + [(1, 0, n) for n in needed[1]]:
-            schema = (one, other)[far]
-            closed = schema.get("additionalProperties") is False and not schema.get(
-                "patternProperties"
-            )
-            if name not in both[far] and closed:
-                return True
-            if (
-                name in both[0]
-                and name in both[1]
-                and self._apart(both[own][name], both[far][name], depth + 1)
-            ):
-                return True
+        for own, far in (pair, pair[::-1]):
+            known, far_known = _mapping(own, "properties"), _mapping(far, "properties")
+            is_closed = far.get("additionalProperties") is False and "patternProperties" not in far
+            for name in _required(own):
+                if name not in far_known and is_closed:
+                    return True
+                both = name in known and name in far_known
+                if both and self._apart(known[name], far_known[name], depth + 1):
+                    return True
         return False
+
+
+def _kinds(schema: Schema) -> set[str]:
+    """The types that a schema names or lists values of; empty: it does neither."""
+    found = kinds_listed(schema) or {kind_of(value) for value in values_listed(schema)}
+    return {"number" if kind == "integer" else kind for kind in found}
+
+
+def _required(schema: Schema) -> list[str]:
+    return [name for name in listed(schema.get("required")) if isinstance(name, str)]
+
+
+def _mapping(schema: Schema, key: str) -> Schema:
+    found: Any = schema.get(key)
+    return cast("Schema", found) if isinstance(found, dict) else {}

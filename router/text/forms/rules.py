@@ -19,6 +19,7 @@ from router.text.exact import at
 from router.text.forms.form import ID, Form, Json, Pairs, Tags
 from router.text.forms.schema import (
     TEXT,
+    UNIONS,
     kinds_of,
     listed,
     properties_of,
@@ -36,7 +37,7 @@ ANY_NAME = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 MAX_MORE = 16  # arguments that no schema names; special tokens in one text
 # What arguments between marks cannot be held to, all of them together and a bare text.
 OF_ALL = ("anyOf", "oneOf", "if", "not", "dependentRequired", "minProperties", "maxProperties")
-LOOSE = ("not", "if")
+LOOSE = ("not", "if", "$dynamicRef", "$recursiveRef")
 # Of patterns: what is no constraint of characters, so that no grammar is made of it.
 AROUND = re.compile(r"\\[1-9bBkKGZzA]|\(\?[=!<P]|[*+?}]\+|(?<!\\)[$^]")
 CLASS = re.compile(r"(?<!\\)\[(?:\\.|[^\]\\])*\]")
@@ -154,7 +155,7 @@ class _Rules:
             other, ends = style.equals, ""
         kinds, ways = kinds_of(schema, self._root), list[str]()
         marks_texts = isinstance(style, Tags) or bool(style.quote)
-        values = values_of(schema, self._root)
+        values = self._values(schema)
         for value in values:
             if marks_texts and isinstance(value, str):
                 ways.append(self.literal(named + value + closes))
@@ -164,8 +165,7 @@ class _Rules:
         if not values:
             is_text = marks_texts and (not kinds or "string" in kinds)
             if is_text:
-                text = self._text(f"{name}_text", schema, closes)
-                ways.append(f"{self.literal(named)} {text}")
+                ways += self._texts(f"{name}_text", schema, named, closes)
             if not is_text or (other != named and kinds != TEXT):
                 ways.append(f"{self.literal(other)} ({self._bare(name, schema)}) {ends}")
             elif "null" in kinds:
@@ -201,9 +201,27 @@ class _Rules:
             )
         return "free"
 
-    def _text(self, name: str, schema: Any, closes: str) -> str:
+    def _values(self, schema: Any) -> list[Any]:
+        """All values, if they are listed; one that fits two members of `oneOf` is none."""
+        values, own = values_of(schema, self._root), resolved(schema, self._root)
+        if not isinstance(own, dict) or "oneOf" not in own:
+            return values
+        once = [value for value in values if values.count(value) == 1]
+        if values and not once:
+            self._told(cast("dict[str, Any]", own), "oneOf")
+        return once or values
+
+    def _texts(self, name: str, schema: Any, named: str, closes: str) -> list[str]:
+        """The ways of a bare text, each with the marks before and behind it."""
+        own, given = text_schema(schema, self._root), resolved(schema, self._root)
+        if not own and isinstance(given, dict):  # what it is one of, or all of, is not tried
+            self._told(cast("dict[str, Any]", given), *UNIONS, *LOOSE)
+        if values := values_of(own, self._root):
+            return [self.literal(f"{named}{one}{closes}") for one in values if isinstance(one, str)]
+        return [f"{self.literal(named)} {self._text(name, own, closes)}"]
+
+    def _text(self, name: str, schema: dict[str, Any], closes: str) -> str:
         """A bare text, and the mark that ends it."""
-        schema = text_schema(schema, self._root)
         self._told(schema, *LOOSE)
         if isinstance(self._form.style, Tags) and self._form.style.cdata:
             short = self._until(f"{name}_short", schema, closes, r"[^<&\n]")
@@ -220,47 +238,46 @@ class _Rules:
         least = least if isinstance(least, int) else 0
         limit = most if isinstance(most, int) else max(self._bounds.max_string_chars, least) or ""
         body = f"(?s:{char}{{{least},{limit}}})"
-        pattern, also = self._pattern(schema), ""
-        if pattern is not None:
-            also, body = (body if most is not None else ""), f"(?s:{pattern})"
+        patterns = self._patterns(schema)
+        bodies = [f"(?s:{pattern})" for pattern in patterns]
+        bodies += [body] if least or most is not None or not patterns else []
         pieces = self._spelling.pieces(closes)
         space = pieces[0] if isinstance(pieces[0], str) and not pieces[0].strip() else ""
         first = pieces[0] if isinstance(pieces[0], str) and not space else closes
         name = name.upper()
-        self.rules.append(f"{name}: " + _both(body, also, regex(first)))
+        self.rules.append(f"{name}: " + _all(bodies, regex(first)))
         self.rules.append(f"{name.lower()}_end[lazy]: {name}")
         rest = [self._spelling.piece(piece) for piece in pieces]
         ways = " ".join((f"{name.lower()}_end", *(rest[1:] if first is pieces[0] else ())))
         if first is not pieces[0]:
-            self.rules.append(f"{name}_TEXT: " + _both(body, also, regex(space)))
+            self.rules.append(f"{name}_TEXT: " + _all(bodies, regex(space)))
             ways = f"({ways} | {name}_TEXT {' '.join(rest[bool(space) :])})"
         spoken = self._spelling.spoken_but(piece for piece in pieces if isinstance(piece, int))
-        if spoken and pattern is None and not least and char == ".":
+        if spoken and not patterns and not least and char == ".":
             self.rules.append(f"{name}_PART: /{body}/")
             ways = f"({name}_PART {spoken}){{0,{MAX_MORE}}} {ways}"
         return ways
 
-    def _pattern(self, schema: Mapping[str, Any]) -> str | None:
-        """A pattern of all of a text, by a schema; None: there is none that can be kept."""
+    def _patterns(self, schema: Mapping[str, Any]) -> list[str]:
+        """Patterns that all of a text has to fit, by a schema: those that can be kept to."""
         pattern, form = schema.get("pattern"), schema.get("format")
-        if isinstance(form, str) and form not in PATTERNS:
-            if not own_format(form, pattern):
-                self._told(schema, "format")
-        elif isinstance(form, str) and not isinstance(pattern, str):
-            return PATTERNS[form]
+        found = [PATTERNS[form]] if isinstance(form, str) and form in PATTERNS else []
+        if isinstance(form, str) and not found and not own_format(form, pattern):
+            self._told(schema, "format")
         if not isinstance(pattern, str):
-            return None
+            return found
         pattern = readable(pattern)
         starts, ends = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
         core = pattern[starts : len(pattern) - ends]
-        one = {"type": "string", "pattern": pattern}
+        one: dict[str, Any] = {"type": "string", "pattern": pattern}
         if AROUND.search(CLASS.sub("x", core)) or self._bounds.tried(one):
             self._told(schema, "pattern")
-            return PATTERNS.get(str(form))
-        if isinstance(form, str) and form in PATTERNS:  # two at once are one too many
+            return found
+        if found and self._bounds.tried(one | {"format": form}):  # no text fits both
             self._told(schema, "format")
+            found = []
         core = re.sub(r"(?<!\\)/", r"\/", regex_to_lark(core, "dw").replace("\n", r"\n"))
-        return f"{'' if starts else '.*'}(?-s:{core}){'' if ends else '.*'}"
+        return [f"{'' if starts else '.*'}(?-s:{core}){'' if ends else '.*'}", *found]
 
     def _spelled(self, value: str) -> str:
         """A value of JSON as the form spells it."""
@@ -294,5 +311,5 @@ def regex(text: str) -> str:
     return text.replace("\n", r"\n").replace("\t", r"\t").replace("\r", r"\r")
 
 
-def _both(body: str, also: str, end: str) -> str:
-    return f"/{body}{end}/" + (f" & /{also}{end}/" if also else "")
+def _all(bodies: Sequence[str], end: str) -> str:
+    return " & ".join(f"/{body}{end}/" for body in bodies)
