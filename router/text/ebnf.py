@@ -42,7 +42,7 @@ class _Made(NamedTuple):
 
     lark: str
     size: int  # terminals and references, those in repeats as often as they may stand
-    needs: list[list[Any]]  # ways to meet it: each a list of rules' names and further such lists
+    needs: list[list[Any]]  # ways to meet it, lists of rules' names and further such lists
 
 
 _EMPTY = _Made('""', 1, [[]])
@@ -110,7 +110,7 @@ class _Reader:
         while self._tokens[self._i].text == "|":
             self._i += 1
             made.append(self._sequence())
-        lark = " | ".join(each.lark for each in made)
+        lark = " | ".join(one.lark for one in made)
         return _Made(lark, sum(m.size for m in made), [way for m in made for way in m.needs])
 
     def _sequence(self) -> _Made:
@@ -121,8 +121,8 @@ class _Reader:
             made.append(self._repeated(self._item(token)))
         if not made:
             return _EMPTY
-        lark, size = " ".join(each.lark for each in made), sum(each.size for each in made)
-        return _Made(lark, size, [[each.needs for each in made]])
+        lark, size = " ".join(one.lark for one in made), sum(one.size for one in made)
+        return _Made(lark, size, [[one.needs for one in made]])
 
     def _item(self, token: _Token) -> _Made:
         self._i += 1

@@ -35,12 +35,11 @@ def schema_part(
     bounds: Bounds,
     *,
     lenient: bool = False,
-    path: str = "",
     told: list[str] | None = None,
 ) -> Part:
     """A JSON schema, closed and bounded; raises an ApiError if this is none.
 
-    Paths, from `path` or `param` on, of what it does not keep to are added to `told`; if not
+    Paths, from `param` on, of what it does not keep to are added to `told`; if not
     lenient, there is nothing such. JSON is compact: a model that may add white space sometimes
     adds it without end.
     """
@@ -63,9 +62,9 @@ def schema_part(
     except TooLarge:
         raise invalid(f"{param}: its references name too many properties", param) from None
     except Unkept as error:
-        raise invalid(at(path or param, str(error)), param) from None
+        raise invalid(at(param, str(error)), param) from None
     if told is not None:
-        told += [at(path or param, where) for where in mended.told]
+        told += [at(param, where) for where in mended.told]
     return {"json_schema": closed} if rules is None else {"lark_grammar": rules}
 
 

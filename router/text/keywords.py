@@ -38,29 +38,6 @@ _DAY = (
 _MINUTE = "[0-9]{2}:[0-9]{2}:[0-5]"
 # What llguidance's formats allow too much: 29 February of any year, and leap seconds of any minute.
 BESIDE = {"date": [_DAY], "date-time": [_DAY, f"^.{{11}}{_MINUTE}"], "time": [f"^{_MINUTE}"]}
-# Texts of formats where they stand as they are, without quotes: some of each, whose kind is common.
-_DATE = (
-    r"(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]"
-    r"|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26]))-02-29)"
-)
-_TIME = (
-    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?"
-    r"(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-)
-_BYTE, _LABEL = (
-    "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])",
-    "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?",
-)
-_HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
-PATTERNS = {
-    "date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}", "hostname": _HOST,
-    "duration": r"P(?:[0-9]{1,9}W|[0-9]{1,9}D(?:T[0-9]{1,9}H)?|T[0-9]{1,9}[HMS])",
-    "email": rf"[A-Za-z0-9_+-]{{1,64}}(?:\.[A-Za-z0-9_+-]{{1,64}}){{0,3}}@{_HOST}",
-    "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}", "ipv6": "(?:[0-9a-fA-F]{1,4}:){7}[0-9a-fA-F]{1,4}",
-    "uuid": "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
-    "uri": rf"[a-z][a-z0-9+.-]{{0,15}}:\/\/{_HOST}(?::[0-9]{{1,5}})?"
-    r"(?:\/[A-Za-z0-9._~+,=&;-]{0,64}){0,8}(?:\?[A-Za-z0-9._~+,=&;\/-]{0,64})?",
-}  # fmt: skip
 SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 MAX_WAYS = 64  # of choosing properties
 MAX_PATTERNS = 512  # that are tried

@@ -171,7 +171,7 @@ def cell(column: str, schema: Schema, num: int) -> str:
         return "refused by path" if ".a" in str(error) else f"✗ refused: {error}"
     made_by = tokenizer(())[0]
     failed, words = LLMatcher.validate_grammar_with_warnings(made.grammar, made_by)
-    known = {each.rpartition(".")[2] for each in made.told}
+    known = {one.rpartition(".")[2] for one in made.told}
     if failed or {*unkept(words)} - known - {"then", "else"}:
         return f"✗ llguidance: {words[0][:60]}"
     validator = Draft202012Validator(
@@ -187,7 +187,7 @@ def cell(column: str, schema: Schema, num: int) -> str:
         if not made.told and not validator.is_valid(value):
             return f"✗ {json.dumps(value)[:80]}"
     return (
-        "told: " + ", ".join(each.partition(".properties.a")[2][1:] for each in made.told)
+        "told: " + ", ".join(one.partition(".properties.a")[2][1:] for one in made.told)
         if made.told
         else "kept"
     )

@@ -9,11 +9,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
-from llguidance import regex_to_lark
-
-from router.errors import invalid
+from router.errors import ApiError, invalid
 from router.text.bounded import Bounds
 from router.text.exact import at
 from router.text.forms.form import ID, Form, Json, Pairs, Tags
@@ -27,8 +26,8 @@ from router.text.forms.schema import (
     text_schema,
     values_of,
 )
+from router.text.forms.texts import patterns_of
 from router.text.grammar import Part, Spelling, quoted, schema_part
-from router.text.keywords import PATTERNS, own_format, readable
 
 # Keys of `parameters` that say nothing of what parameters there are.
 WITHOUT_NAMES = frozenset({"type", "title", "description", "required", "$schema", "$defs"})
@@ -38,9 +37,6 @@ MAX_MORE = 16  # arguments that no schema names; special tokens in one text
 # What arguments between marks cannot be held to, all of them together and a bare text.
 OF_ALL = ("anyOf", "oneOf", "if", "not", "dependentRequired", "minProperties", "maxProperties")
 LOOSE = ("not", "if", "$dynamicRef", "$recursiveRef")
-# Of patterns: what is no constraint of characters, so that no grammar is made of it.
-AROUND = re.compile(r"\\[1-9bBkKGZzA]|\(\?[=!<P]|[*+?}]\+|(?<!\\)[$^]")
-CLASS = re.compile(r"(?<!\\)\[(?:\\.|[^\]\\])*\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +151,7 @@ class _Rules:
             other, ends = style.equals, ""
         kinds, ways = kinds_of(schema, self._root), list[str]()
         marks_texts = isinstance(style, Tags) or bool(style.quote)
-        values = self._values(schema)
+        values = values_of(schema, self._root)
         for value in values:
             if marks_texts and isinstance(value, str):
                 ways.append(self.literal(named + value + closes))
@@ -201,16 +197,6 @@ class _Rules:
             )
         return "free"
 
-    def _values(self, schema: Any) -> list[Any]:
-        """All values, if they are listed; one that fits two members of `oneOf` is none."""
-        values, own = values_of(schema, self._root), resolved(schema, self._root)
-        if not isinstance(own, dict) or "oneOf" not in own:
-            return values
-        once = [value for value in values if values.count(value) == 1]
-        if values and not once:
-            self._told(cast("dict[str, Any]", own), "oneOf")
-        return once or values
-
     def _texts(self, name: str, schema: Any, named: str, closes: str) -> list[str]:
         """The ways of a bare text, each with the marks before and behind it."""
         own, given = text_schema(schema, self._root), resolved(schema, self._root)
@@ -238,7 +224,7 @@ class _Rules:
         least = least if isinstance(least, int) else 0
         limit = most if isinstance(most, int) else max(self._bounds.max_string_chars, least) or ""
         body = f"(?s:{char}{{{least},{limit}}})"
-        patterns = self._patterns(schema)
+        patterns = patterns_of(schema, self._bounds.tried, partial(self._told, schema))
         bodies = [f"(?s:{pattern})" for pattern in patterns]
         bodies += [body] if least or most is not None or not patterns else []
         pieces = self._spelling.pieces(closes)
@@ -258,27 +244,6 @@ class _Rules:
             ways = f"({name}_PART {spoken}){{0,{MAX_MORE}}} {ways}"
         return ways
 
-    def _patterns(self, schema: Mapping[str, Any]) -> list[str]:
-        """Patterns that all of a text has to fit, by a schema: those that can be kept to."""
-        pattern, form = schema.get("pattern"), schema.get("format")
-        found = [PATTERNS[form]] if isinstance(form, str) and form in PATTERNS else []
-        if isinstance(form, str) and not found and not own_format(form, pattern):
-            self._told(schema, "format")
-        if not isinstance(pattern, str):
-            return found
-        pattern = readable(pattern)
-        starts, ends = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
-        core = pattern[starts : len(pattern) - ends]
-        one: dict[str, Any] = {"type": "string", "pattern": pattern}
-        if AROUND.search(CLASS.sub("x", core)) or self._bounds.tried(one):
-            self._told(schema, "pattern")
-            return found
-        if found and self._bounds.tried(one | {"format": form}):  # no text fits both
-            self._told(schema, "format")
-            found = []
-        core = re.sub(r"(?<!\\)/", r"\/", regex_to_lark(core, "dw").replace("\n", r"\n"))
-        return [f"{'' if starts else '.*'}(?-s:{core}){'' if ends else '.*'}", *found]
-
     def _spelled(self, value: str) -> str:
         """A value of JSON as the form spells it."""
         words = ("true", "false", "null")
@@ -291,10 +256,13 @@ class _Rules:
         return {**places, **(cast("dict[str, Any]", one) if isinstance(one, dict) else {})}
 
     def _part(self, name: str, schema: dict[str, Any]) -> str:
-        lenient = not self._strict
-        part = schema_part(
-            schema, "tools", self._bounds, lenient=lenient, path=self._path, told=self.unkept
-        )
+        try:
+            part = schema_part(
+                schema, self._path, self._bounds, lenient=not self._strict, told=self.unkept
+            )
+        except ApiError as error:
+            error.param = "tools"
+            raise
         self.parts.append((name, part))
         return f"@{name}"
 
