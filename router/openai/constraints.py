@@ -1,5 +1,6 @@
 """The constraint of an output, from the fields of a request that may ask for one."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from router.errors import invalid, unsupported
@@ -18,6 +19,7 @@ class Constraint(NamedTuple):
 
     part: Part
     param: str
+    told: Sequence[str] = ()  # paths of what it does not keep to
 
 
 def _part(kind: str, value: Any, param: str, bounds: Bounds) -> Part:
@@ -50,8 +52,8 @@ def _response_format(value: dict[str, Any], bounds: Bounds) -> Constraint | None
     schema = fields.get("schema")
     if not isinstance(schema, dict):
         raise invalid(f"{param}.json_schema.schema: must be an object", f"{param}.json_schema")
-    lenient = fields.get("strict") is not True
-    return Constraint(schema_part(schema, param, bounds, lenient=lenient), param)
+    lenient, told = fields.get("strict") is not True, list[str]()
+    return Constraint(schema_part(schema, param, bounds, lenient=lenient, told=told), param, told)
 
 
 def constraint_of(body: GenerationBody, bounds: Bounds) -> Constraint | None:

@@ -59,7 +59,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
 }
 
 UNFIT = re.compile(r"[^A-Za-z0-9_.-]")  # for a header
-MAX_NAMES, MAX_NAME_CHARS = 16, 64
+MAX_NAMES, MAX_NAME_CHARS = 16, 128
 
 
 def check_built(fields: Mapping[str, Any]) -> None:

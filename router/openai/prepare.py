@@ -62,7 +62,7 @@ class Preparer:
         self._validator = validator
         speech = served.speech
         self._form, self._marks = speech.form, speech.marks  # None: these are not told apart
-        self._bounds = _bounds(served.config, served.model_max_len)
+        self._bounds = _bounds(served.config, served.model_max_len, validator)
         sought = [*(self._marks or ()), *(() if self._form is None else self._form.texts())]
         sought += harmony.MARKS if self._form is HARMONY else ()
         # Special tokens that stand in what parsers look for: they are written out.
@@ -210,10 +210,13 @@ class Preparer:
             first = think_rules(*self._marks[:2], self._spelling, opened=think == "opened")
         grammar = composed(parts, [*rules, "body: " + " | ".join(alternatives)], first)
         own = [word for word in self._validator.check(grammar, param) if word not in of_tools]
-        if param == "response_format" and "uniqueItems" in unkept(own):
-            raise invalid(f"{param}: uniqueItems is not supported", param)
-        names = [f"tools.{name}" for name in (*made.unkept, *unkept(of_tools))]
-        names += [f"{param}.{name}" for name in unkept(own)]
+        names = [*made.unkept, *(() if constraint is None or tools.demanded else constraint.told)]
+        known = {name.rpartition(".")[2] for name in names}
+        names += [f"tools.{name}" for name in unkept(of_tools) if name not in known]
+        names += [f"{param}.{name}" for name in unkept(own) if name not in known]
+        for name in names:
+            if name.startswith("response_format.") and name.endswith(".uniqueItems"):
+                raise invalid(f"{name}: not supported", param)
         return grammar, param, self._told(dict.fromkeys(names))
 
     def _prepared(
@@ -307,10 +310,10 @@ def _check_sums(body: GenerationBody, prompts: Sequence[tuple[int, ...]], job: _
             raise invalid(f"{param}: all choices have {num} {what}, at most {limit} may be", param)
 
 
-def _bounds(config: RouterConfig, context: int) -> Bounds:
+def _bounds(config: RouterConfig, context: int, validator: Validator) -> Bounds:
     chars, calls = config.max_string_chars, config.max_tool_calls
     if chars == "auto":
         chars = min(max(context // 4, AUTO_STRING_CHARS[0]), AUTO_STRING_CHARS[1])
     if calls == "auto":
         calls = min(max(context // 256, AUTO_CALLS[0]), AUTO_CALLS[1])
-    return Bounds(chars, config.max_integer, calls)
+    return Bounds(chars, config.max_integer, calls, validator.tried)

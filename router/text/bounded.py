@@ -5,7 +5,11 @@ the schemas of most client libraries do not, and mean none. Strings and integers
 one. Free objects, free values, patterns, arrays and decimals stay as they are.
 """
 
+import json
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
+
+from llguidance import LLMatcher
 
 Schema = dict[str, Any]
 
@@ -31,12 +35,25 @@ class TooLarge(ValueError):
     """A schema closed would be far larger than what was given."""
 
 
+def grammar_of(schema: Schema) -> str:
+    """A grammar of one schema, as llguidance reads it."""
+    return json.dumps({"grammars": [{"json_schema": schema}]})
+
+
+def _tried(schema: Schema) -> str:
+    return LLMatcher.validate_grammar(grammar_of(schema))
+
+
 class Bounds(NamedTuple):
-    """Limits of what a schema, or a demand for calls, leaves without one; 0 = none."""
+    """Limits of what a schema, or a demand for calls, leaves without one; 0 = none.
+
+    tried: says of a schema why llguidance cannot read it, empty: it can; at any cost, by default.
+    """
 
     max_string_chars: int
     max_integer: int
     max_calls: int = 0
+    tried: Callable[[Schema], str] = _tried
 
 
 class _Names:
@@ -186,7 +203,7 @@ class _Copy:
         kinds = cast("list[Any]", kinds) if isinstance(kinds, list) else [kinds]
         if "enum" in copy or "const" in copy:
             return
-        chars, most, _ = self._bounds
+        chars, most = self._bounds[:2]
         if "string" in kinds and chars and not any(key in copy for key in ("maxLength", "pattern")):
             least = FORMAT_CHARS if "format" in copy else _number(copy.get("minLength"))
             copy["maxLength"] = max(chars, least)

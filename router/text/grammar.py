@@ -12,26 +12,36 @@ from pathlib import Path
 from typing import Any, cast
 
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from router.errors import invalid, unsupported
-from router.text.bounded import Bounds, TooLarge, bounded
+from router.text.bounded import Bounds, Schema, TooLarge, bounded, grammar_of
+from router.text.ebnf import Bad, lark_of
+from router.text.exact import Unkept, at, exact_part
+from router.text.keywords import kept
 from router.text.trial import Trials
 from worker.config.checkpoint.tokens import read_tokens
 from worker.errors import contained
 
 MAX_GRAMMAR_CHARS = 1 << 18
-MAX_EBNF_CHARS, MAX_EBNF_RULES = 1 << 14, 256
 THOUGHT = r"(?s:.*)"
 UNKEPT = re.compile(r"Unimplemented keys: (\[.*?\])")
 
 Part = dict[str, Any]  # an entry of llguidance's list of grammars
 
 
-def schema_part(schema: Any, param: str, bounds: Bounds, *, lenient: bool = False) -> Part:
+def schema_part(
+    schema: Any,
+    param: str,
+    bounds: Bounds,
+    *,
+    lenient: bool = False,
+    told: list[str] | None = None,
+) -> Part:
     """A JSON schema, closed and bounded; raises an ApiError if this is none.
 
-    JSON is compact: a model that may add white space sometimes adds it without end.
+    Paths, from `param` on, of what it does not keep to are added to `told`; if not
+    lenient, there is nothing such. JSON is compact: a model that may add white space sometimes
+    adds it without end.
     """
     if isinstance(schema, str):
         try:
@@ -44,12 +54,18 @@ def schema_part(schema: Any, param: str, bounds: Bounds, *, lenient: bool = Fals
     if lenient:
         options["lenient"] = True
     try:
-        closed = bounded(cast("dict[str, Any]", schema), bounds)
+        mended = kept(cast("dict[str, Any]", schema), bounds.tried, strict=not lenient)
+        closed = bounded(mended.schema, bounds) | {"x-guidance": options}
+        rules = exact_part(closed)
     except RecursionError:
         raise invalid(f"{param}: nested too deeply", param) from None
     except TooLarge:
         raise invalid(f"{param}: its references name too many properties", param) from None
-    return {"json_schema": closed | {"x-guidance": options}}
+    except Unkept as error:
+        raise invalid(at(param, str(error)), param) from None
+    if told is not None:
+        told += [at(param, where) for where in mended.told]
+    return {"json_schema": closed} if rules is None else {"lark_grammar": rules}
 
 
 def regex_part(pattern: str) -> Part:
@@ -59,16 +75,10 @@ def regex_part(pattern: str) -> Part:
 
 
 def ebnf_part(text: str, param: str) -> Part:
-    """A grammar as llama.cpp, xgrammar and SGLang write it; raises an ApiError if it is none.
-
-    llguidance rewrites it in time that grows with its rules times its length, so both are bounded.
-    """
-    if len(text) > MAX_EBNF_CHARS or text.count("::=") > MAX_EBNF_RULES:
-        most = f"{MAX_EBNF_CHARS} characters and {MAX_EBNF_RULES} rules"
-        raise invalid(f"{param}: at most {most}", param)
+    """A grammar as llama.cpp, xgrammar and SGLang write it; raises an ApiError if it is none."""
     try:
-        return {"lark_grammar": gbnf_to_lark(text)}
-    except Exception as error:  # the rewriter raises nothing narrower
+        return {"lark_grammar": lark_of(text)}
+    except Bad as error:
         raise invalid(f"{param}: {str(error)[:1000]}", param) from None
 
 
@@ -181,6 +191,15 @@ class Validator:
         if error:
             raise invalid(f"{param}: {error[:1000]}", param)
         return warnings
+
+    def tried(self, schema: Schema) -> str:
+        """Why llguidance cannot read a schema, if it cannot; also that it costs too much."""
+        try:
+            self._tokenizer()
+        except (OSError, ValueError):
+            return ""  # `require` says so
+        with contained("llguidance"):
+            return self._trials.verdict(grammar_of(schema)).error
 
     def is_special(self, token: int) -> bool:
         """Whether a grammar has to name a token, because no text of a grammar matches it."""

@@ -150,6 +150,7 @@ def test_a_reference_that_is_no_text_is_left_to_llguidance(tokenizer: LLTokenize
 WORDS = (
     *NAMED, *SINGLE, *GROUPS, "if", "then", "else", "$ref", "type", "enum", "const", "required",
     "maximum", "exclusiveMinimum", "minLength", "maxLength", "pattern", "format", "multipleOf", "a",
+    "minProperties", "maxProperties", "uniqueItems",
 )  # fmt: skip
 LEAVES = st.sampled_from(
     [None, True, 0, -1, 10**400, 0.5, float("nan"), float("inf"), "", "a", "\ud800", "string",

@@ -76,6 +76,7 @@ UNKEPT = {  # keyword -> a schema with it
     "format": {"type": "string", "format": "phone"}, "oneOf": KIND,
     "dependentRequired": {"dependentRequired": {"a": ["b"]}},
 }  # fmt: skip
+TOOL, FORM = "tools.f.properties.a", "response_format.properties.a"  # where it stands
 SHORT: dict[str, Any] = {"truncate_prompt_tokens": 9}  # schemas make prompts long
 
 
@@ -99,17 +100,19 @@ def test_what_no_grammar_keeps_to_is_told_without_strict_and_refused_with_it(
     double.script = KEEP
     schema = UNKEPT[keyword]
     needed: dict[str, Any] = SHORT | {"tool_choice": "required"}
-    assert told(served, **needed, tools=[tool(schema)]) == f"tools.{keyword}"
+    assert told(served, **needed, tools=[tool(schema)]) == f"{TOOL}.{keyword}"
     body = FULL[CHAT] | needed | {"tools": [tool(schema, strict=True)]}
     assert served.refusal(CHAT, **body)["param"] == "tools"
     for path in (CHAT, TEXT):
         full, loose = FULL[path] | SHORT, {"response_format": form(schema)}
         of_strict = {"response_format": form(schema, strict=True)}
-        assert served.refusal(path, **full | of_strict)["param"] == "response_format"
+        refusal = served.refusal(path, **full | of_strict)
+        assert refusal["param"] == "response_format"
+        assert f"{FORM}.{keyword}: " in refusal["message"]
         if keyword == "uniqueItems":
             assert served.refusal(path, **full | loose)["param"] == "response_format"
         else:
-            assert told(served, path, **SHORT | loose) == f"response_format.{keyword}"
+            assert told(served, path, **SHORT | loose) == f"{FORM}.{keyword}"
 
 
 def test_a_call_that_nothing_demands_is_kept_to_no_schema(
@@ -120,9 +123,9 @@ def test_a_call_that_nothing_demands_is_kept_to_no_schema(
     assert told(served, **SHORT, tools=[tool(SET), tool(SET, strict=True)]) == "tools.strict"
     assert told(served, **SHORT, tools=[tool(SET, strict=True)], tool_choice="none") is None
     both = {"tools": [tool(SET)], "response_format": form(KIND)}
-    assert told(served, **SHORT, **both) == "tools.uniqueItems, response_format.oneOf"
+    assert told(served, **SHORT, **both) == f"{TOOL}.uniqueItems, {FORM}.oneOf"
     same = {"tools": [tool(KIND)], "response_format": form(KIND)}
-    assert told(served, **SHORT, **same) == "tools.oneOf, response_format.oneOf"
+    assert told(served, **SHORT, **same) == f"{TOOL}.oneOf, {FORM}.oneOf"
     free = SET | {"uniqueItems": False}
     assert told(served, **SHORT, tool_choice="required", tools=[tool(free)]) is None
     assert told(served, TEXT, **SHORT, guided_json=free) is None

@@ -277,9 +277,12 @@ def test_a_grammar_holds_bare_text_to_its_schema(key: str, good: list[str], bad:
 
 def test_what_a_grammar_of_bare_text_cannot_keep_is_told_or_refused() -> None:
     _, spelling = tokenizer(())
-    schema = {"properties": {"day": {"type": "string", "format": "date", "pattern": r"\bx"}}}
-    assert grammar_of("seed_oss", schema, spelling, strict=False)[1] == ["format", "pattern"]
-    with pytest.raises(ApiError, match="no grammar of the pattern"):
+    schema = {
+        "properties": {"day": {"type": "string", "format": "phone"}, "x": {"pattern": r"\bx"}}
+    }
+    paths = ["tools.look.properties.x.pattern", "tools.look.properties.day.format"]
+    assert grammar_of("seed_oss", schema, spelling, strict=False)[1] == paths
+    with pytest.raises(ApiError, match=f"{paths[0]}: no grammar"):
         grammar_of("seed_oss", schema, spelling)
 
 

@@ -85,8 +85,14 @@ def accepts(made: LLTokenizer, grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-def forced(made: LLTokenizer, grammar: str, seed: int, most: int = 2000) -> str:
-    """A text by a grammar, of tokens that are drawn from those allowed, until it ends."""
+def forced(
+    made: LLTokenizer, grammar: str, seed: int, most: int = 2000, closes_at: int = 2000
+) -> str:
+    """A text by a grammar, of tokens that are drawn from those allowed, until it ends.
+
+    After `closes_at` tokens what closes a string, a list or an object is drawn where it may be.
+    """
+    closing = {made.tokenize_str(mark)[0] for mark in ('"', "]", "}")}
     matcher, rng, tokens = LLMatcher(made, grammar, log_level=0), random.Random(seed), list[int]()
     mask = bitmask.allocate_token_bitmask(1, made.vocab_size)
     while not matcher.is_stopped():
@@ -94,6 +100,8 @@ def forced(made: LLTokenizer, grammar: str, seed: int, most: int = 2000) -> str:
         words = enumerate(mask[0].view("uint32").tolist())
         allowed = [32 * i + bit for i, word in words for bit in range(32) if word >> bit & 1]
         assert allowed, matcher.get_error()
+        if len(tokens) >= closes_at:
+            allowed = [token for token in allowed if token in closing] or allowed
         token = rng.choice(allowed)
         if token == made.eos_token:
             break

@@ -9,13 +9,16 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
-from router.errors import invalid
+from router.errors import ApiError, invalid
 from router.text.bounded import Bounds
+from router.text.exact import at
 from router.text.forms.form import ID, Form, Json, Pairs, Tags
 from router.text.forms.schema import (
     TEXT,
+    UNIONS,
     kinds_of,
     listed,
     properties_of,
@@ -23,6 +26,7 @@ from router.text.forms.schema import (
     text_schema,
     values_of,
 )
+from router.text.forms.texts import patterns_of
 from router.text.grammar import Part, Spelling, quoted, schema_part
 
 # Keys of `parameters` that say nothing of what parameters there are.
@@ -32,10 +36,7 @@ ANY_NAME = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 MAX_MORE = 16  # arguments that no schema names; special tokens in one text
 # What arguments between marks cannot be held to, all of them together and a bare text.
 OF_ALL = ("anyOf", "oneOf", "if", "not", "dependentRequired", "minProperties", "maxProperties")
-LOOSE = ("format", "not", "if", "contentEncoding", "contentMediaType")
-# Of patterns: what is no constraint of characters, so that no grammar is made of it.
-AROUND = re.compile(r"\\[1-9bBkKGZzA]|\(\?[=!<P]|[*+?}]\+|(?<!\\)[$^]")
-CLASS = re.compile(r"(?<!\\)\[(?:\\.|[^\]\\])*\]")
+LOOSE = ("not", "if", "$dynamicRef", "$recursiveRef")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class _Rules:
         self.rules: list[str] = []
         self.unkept: list[str] = []
         self._root: Mapping[str, Any] = {}  # the parameters of the function that is at hand
-        self._strict = False
+        self._strict, self._path = False, ""
 
     def literal(self, text: str) -> str:
         """`text` in a rule, with any id where one stands in it."""
@@ -101,7 +102,7 @@ class _Rules:
         if set(schema) <= WITHOUT_NAMES:  # a function without parameters, as in OpenAI's API
             schema["properties"] = {}
         self._root, self._strict = schema, function.strict
-        name = f"arguments_{i}"
+        name, self._path = f"arguments_{i}", f"tools.{function.name}"
         if isinstance(style, Json):
             arguments, ends = self._part(name, schema), ""
         else:
@@ -126,8 +127,11 @@ class _Rules:
             more = self._argument(f"{name}_more", None, schema.get("additionalProperties"))
             behind = f"({between} {more}){{0,{MAX_MORE}}}"
             before = f"({more} {behind})?"
+        root = self._path
         for i, (key, own) in reversed(list(enumerate(known.items()))):
+            self._path = at(root, "properties", key)
             one = self._argument(f"{name}_{i}", key, own)
+            self._path = root
             rests = self.rule(f"{name}_behind_{i + 1}", behind), f"{name}_before_{i + 1}"
             if key not in needed:
                 self.rule(rests[1], before)
@@ -157,8 +161,7 @@ class _Rules:
         if not values:
             is_text = marks_texts and (not kinds or "string" in kinds)
             if is_text:
-                text = self._text(f"{name}_text", schema, closes)
-                ways.append(f"{self.literal(named)} {text}")
+                ways += self._texts(f"{name}_text", schema, named, closes)
             if not is_text or (other != named and kinds != TEXT):
                 ways.append(f"{self.literal(other)} ({self._bare(name, schema)}) {ends}")
             elif "null" in kinds:
@@ -194,9 +197,17 @@ class _Rules:
             )
         return "free"
 
-    def _text(self, name: str, schema: Any, closes: str) -> str:
+    def _texts(self, name: str, schema: Any, named: str, closes: str) -> list[str]:
+        """The ways of a bare text, each with the marks before and behind it."""
+        own, given = text_schema(schema, self._root), resolved(schema, self._root)
+        if not own and isinstance(given, dict):  # what it is one of, or all of, is not tried
+            self._told(cast("dict[str, Any]", given), *UNIONS, *LOOSE)
+        if values := values_of(own, self._root):
+            return [self.literal(f"{named}{one}{closes}") for one in values if isinstance(one, str)]
+        return [f"{self.literal(named)} {self._text(name, own, closes)}"]
+
+    def _text(self, name: str, schema: dict[str, Any], closes: str) -> str:
         """A bare text, and the mark that ends it."""
-        schema = text_schema(schema, self._root)
         self._told(schema, *LOOSE)
         if isinstance(self._form.style, Tags) and self._form.style.cdata:
             short = self._until(f"{name}_short", schema, closes, r"[^<&\n]")
@@ -213,40 +224,25 @@ class _Rules:
         least = least if isinstance(least, int) else 0
         limit = most if isinstance(most, int) else max(self._bounds.max_string_chars, least) or ""
         body = f"(?s:{char}{{{least},{limit}}})"
-        pattern, also = self._pattern(schema), ""
-        if pattern is not None:
-            also, body = (body if most is not None else ""), f"(?s:{pattern})"
+        patterns = patterns_of(schema, self._bounds.tried, partial(self._told, schema))
+        bodies = [f"(?s:{pattern})" for pattern in patterns]
+        bodies += [body] if least or most is not None or not patterns else []
         pieces = self._spelling.pieces(closes)
         space = pieces[0] if isinstance(pieces[0], str) and not pieces[0].strip() else ""
         first = pieces[0] if isinstance(pieces[0], str) and not space else closes
         name = name.upper()
-        self.rules.append(f"{name}: " + _both(body, also, regex(first)))
+        self.rules.append(f"{name}: " + _all(bodies, regex(first)))
         self.rules.append(f"{name.lower()}_end[lazy]: {name}")
         rest = [self._spelling.piece(piece) for piece in pieces]
         ways = " ".join((f"{name.lower()}_end", *(rest[1:] if first is pieces[0] else ())))
         if first is not pieces[0]:
-            self.rules.append(f"{name}_TEXT: " + _both(body, also, regex(space)))
+            self.rules.append(f"{name}_TEXT: " + _all(bodies, regex(space)))
             ways = f"({ways} | {name}_TEXT {' '.join(rest[bool(space) :])})"
         spoken = self._spelling.spoken_but(piece for piece in pieces if isinstance(piece, int))
-        if spoken and pattern is None and not least and char == ".":
+        if spoken and not patterns and not least and char == ".":
             self.rules.append(f"{name}_PART: /{body}/")
             ways = f"({name}_PART {spoken}){{0,{MAX_MORE}}} {ways}"
         return ways
-
-    def _pattern(self, schema: Mapping[str, Any]) -> str | None:
-        """A pattern of all of a text, by a schema; None: there is none that can be kept."""
-        pattern = schema.get("pattern")
-        if not isinstance(pattern, str):
-            return None
-        starts, ends = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
-        core = pattern[starts : len(pattern) - ends]
-        if AROUND.search(CLASS.sub("x", core)):
-            if self._strict:
-                raise invalid(f"tools: no grammar of the pattern {pattern[:100]!r}", "tools")
-            self.unkept.append("pattern")
-            return None
-        core = re.sub(r"(?<!\\)/", r"\/", core.replace("\n", r"\n"))
-        return f"{'' if starts else '.*'}(?-s:{core}){'' if ends else '.*'}"
 
     def _spelled(self, value: str) -> str:
         """A value of JSON as the form spells it."""
@@ -260,12 +256,21 @@ class _Rules:
         return {**places, **(cast("dict[str, Any]", one) if isinstance(one, dict) else {})}
 
     def _part(self, name: str, schema: dict[str, Any]) -> str:
-        part = schema_part(schema, "tools", self._bounds, lenient=not self._strict)
+        try:
+            part = schema_part(
+                schema, self._path, self._bounds, lenient=not self._strict, told=self.unkept
+            )
+        except ApiError as error:
+            error.param = "tools"
+            raise
         self.parts.append((name, part))
         return f"@{name}"
 
     def _told(self, schema: Mapping[str, Any], *keys: str) -> None:
-        self.unkept += [key for key in keys if key in schema]
+        found = [at(self._path, key) for key in keys if key in schema]
+        if found and self._strict:
+            raise invalid(f"{found[0]}: no grammar of this form keeps to it", "tools")
+        self.unkept += found
 
 
 def regex(text: str) -> str:
@@ -274,5 +279,5 @@ def regex(text: str) -> str:
     return text.replace("\n", r"\n").replace("\t", r"\t").replace("\r", r"\r")
 
 
-def _both(body: str, also: str, end: str) -> str:
-    return f"/{body}{end}/" + (f" & /{also}{end}/" if also else "")
+def _all(bodies: Sequence[str], end: str) -> str:
+    return " & ".join(f"/{body}{end}/" for body in bodies)

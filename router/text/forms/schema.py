@@ -51,7 +51,10 @@ def kinds_of(schema: Any, root: Any) -> frozenset[str]:
 
 
 def values_of(schema: Any, root: Any) -> list[Any]:
-    """All values that a schema allows, where it lists them; empty: it does not."""
+    """All values that a schema allows, where it lists them; empty: it does not.
+
+    Of `oneOf`, those that stand once.
+    """
     values = list[Any]()
     for one in _same(schema, root):
         if own := _values(one):
@@ -60,6 +63,8 @@ def values_of(schema: Any, root: Any) -> list[Any]:
             values.append(None)
         elif not any(key in one for key in UNIONS):
             return []
+    if _entry(resolved(schema, root), "oneOf") and len(values) <= MAX_SCHEMAS:
+        return [value for value in values if values.count(value) == 1] or values
     return values
 
 
