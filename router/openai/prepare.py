@@ -17,7 +17,14 @@ from router.openai.fields import listed, unheeded
 from router.openai.logprobs import of_prompt
 from router.openai.schema import ChatBody, CompletionBody, GenerationBody, parse, seed_of
 from router.openai.served import Served
-from router.openai.tools import Tools, call_rules, parser, tools_of
+from router.openai.tools import (
+    Tools,
+    answer_rules,
+    call_rules,
+    can_be_free,
+    parser,
+    tools_of,
+)
 from router.text import harmony
 from router.text.bounded import Bounds
 from router.text.forms.known import HARMONY
@@ -187,8 +194,7 @@ class Preparer:
         """
         constraint = constraint_of(body, self._bounds)
         if constraint is None and not tools.demanded:
-            strict = any(function.strict for function in tools.functions)
-            return "", "", self._told(("tools.strict",) if strict else ())
+            return self._free(body, tools, think)
         may_call = tools.demanded or (tools.functions and self._form not in (None, HARMONY))
         param = "tools" if constraint is None or tools.demanded else constraint.param
         self._validator.require(param)
@@ -204,17 +210,42 @@ class Preparer:
                 of_tools = self._validator.check(calls, "tools")
             parts = [*parts, ("form", constraint.part)]
             alternatives = ["@form", *alternatives]
-        first = ""
-        if think != "never":
-            assert self._marks is not None
-            first = think_rules(*self._marks[:2], self._spelling, opened=think == "opened")
-        grammar = composed(parts, [*rules, "body: " + " | ".join(alternatives)], first)
+        body_rule = "body: " + " | ".join(alternatives)
+        grammar = composed(parts, [*rules, body_rule], self._thought(think))
         own = [word for word in self._validator.check(grammar, param) if word not in of_tools]
         if param == "response_format" and "uniqueItems" in unkept(own):
             raise invalid(f"{param}: uniqueItems is not supported", param)
         names = [f"tools.{name}" for name in (*made.unkept, *unkept(of_tools))]
         names += [f"{param}.{name}" for name in unkept(own)]
         return grammar, param, self._told(dict.fromkeys(names))
+
+    def _free(
+        self, body: GenerationBody, tools: Tools, think: Think
+    ) -> tuple[str, str, tuple[str, ...]]:
+        """The same of an answer that may call: it has a grammar if a function is strict."""
+        if not any(function.strict for function in tools.functions):
+            return "", "", ()
+        try:
+            self._validator.require("tools")
+            is_kept = can_be_free(self._form) and not (body.min_tokens or body.ignore_eos)
+        except ApiError:
+            is_kept = False
+        if not is_kept:
+            return "", "", self._told(("tools.strict",))
+        marks = (self._served.text.token_of(mark) for mark in self._kept)
+        also = {mark for mark in marks if mark is not None}
+        opens = self._marks[0] if think == "maybe" and self._marks is not None else ""
+        made = answer_rules(self._form, tools, self._spelling, self._bounds, also, opens)
+        grammar = composed(made.parts, [*made.rules, "body: answer"], self._thought(think))
+        warnings = self._validator.check(grammar, "tools")
+        names = [f"tools.{name}" for name in (*made.unkept, *unkept(warnings))]
+        return grammar, "tools", self._told(dict.fromkeys(names))
+
+    def _thought(self, think: Think) -> str:
+        """The rules of reasoning before an answer; empty: there is none."""
+        if think == "never" or self._marks is None:
+            return ""
+        return think_rules(*self._marks[:2], self._spelling, opened=think == "opened")
 
     def _prepared(
         self, body: GenerationBody, prompts: Sequence[tuple[int, ...]], job: _Job

@@ -1,6 +1,6 @@
 """Tools: the functions that a chat may call, and the grammar of a call."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -12,6 +12,7 @@ from router.openai.reading import RequestModel, mapping, refused
 from router.openai.schema import ChatBody
 from router.text.bounded import Bounds
 from router.text.forms.form import Form
+from router.text.forms.free import free_rules
 from router.text.forms.known import HARMONY
 from router.text.forms.parser import FormParser
 from router.text.forms.recognise import recognised
@@ -140,7 +141,35 @@ def call_rules(
     if form is None or form is HARMONY:
         message = "no format of tool calls is known for this model (router.tool_parser)"
         raise invalid(f"tool_choice: {message}", "tool_choice")
-    functions = [
-        Called(one.name, one.parameters, one.strict) for one in tools.demanded or tools.functions
-    ]
+    functions = _called(tools.demanded or tools.functions)
     return rules_of(form, functions, bounds.max_calls if tools.parallel else 1, spelling(), bounds)
+
+
+def can_be_free(form: Form | None) -> bool:
+    """Whether `answer_rules` has any: not where an answer without calls has marks of its own."""
+    return form is not None and form is not HARMONY and not form.says
+
+
+def answer_rules(
+    form: Form | None,
+    tools: Tools,
+    spelling: Spelling,
+    bounds: Bounds,
+    also: Iterable[int],
+    think: str,
+) -> CallRules:
+    """The rules of `answer`, text with calls of all functions; also, think: as `free_rules` says.
+
+    Raises an ApiError for a schema of which no grammar can be made.
+    """
+    assert form is not None
+    functions = _called(tools.functions)
+    together = tools.parallel and (form.last or form.bare)  # else each call has a mark
+    made = rules_of(form, functions, bounds.max_calls if together else 1, spelling, bounds)
+    several = tools.parallel and not form.single
+    made.rules += free_rules(form, functions, spelling, several=several, also=also, not_first=think)
+    return made
+
+
+def _called(functions: Iterable[Function]) -> list[Called]:
+    return [Called(one.name, one.parameters, one.strict) for one in functions]

@@ -105,10 +105,10 @@ class Spelling:
         found = filter(None, self._cut.split(text))
         return [self._tokens.get(piece, piece) for piece in found]
 
-    def spoken_but(self, tokens: Iterable[int]) -> str:
-        """Any of `spoken` but some in a rule, as it may have thousands; empty: there is none."""
+    def any_of(self, tokens: Iterable[int]) -> str:
+        """Any of some tokens in a rule, as there may be thousands; empty: there is none."""
         runs = list[list[int]]()
-        for token in sorted(self.spoken - {*tokens}):
+        for token in sorted(tokens):
             if runs and runs[-1][1] == token - 1:
                 runs[-1][1] = token
             else:

@@ -15,6 +15,7 @@ from typing import Any
 import llguidance.numpy as bitmask
 from llguidance import LLMatcher, LLTokenizer
 
+from router.openai.tools import Function, Tools, answer_rules, can_be_free
 from router.text.bounded import Bounds
 from router.text.forms.form import MARK, Form
 from router.text.forms.parser import FormParser
@@ -77,6 +78,16 @@ def grammar_of(form: Form, parameters: Any, spelling: Spelling, num_calls: int =
     return composed(made.parts, [*made.rules, "body: calls"])
 
 
+def free_grammar_of(
+    form: Form, parameters: Any, spelling: Spelling, *, several: bool = True, not_first: str = ""
+) -> str:
+    """A grammar that lets an answer call."""
+    functions = tuple(Function(name=name, parameters=parameters, strict=True) for name in NAMES)
+    tools, bounds = Tools([], functions, parallel=several), Bounds(4096, 10**6, 2)
+    made = answer_rules(form, tools, spelling, bounds, (), not_first)
+    return composed(made.parts, [*made.rules, "body: answer"])
+
+
 def accepts(made: LLTokenizer, grammar: str, text: str) -> bool:
     """Whether a grammar takes a text, all of it and nothing more."""
     matcher = LLMatcher(made, grammar, log_level=0)
@@ -85,9 +96,14 @@ def accepts(made: LLTokenizer, grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-def forced(made: LLTokenizer, grammar: str, seed: int, most: int = 2000) -> str:
-    """A text by a grammar, of tokens that are drawn from those allowed, until it ends."""
-    matcher, rng, tokens = LLMatcher(made, grammar, log_level=0), random.Random(seed), list[int]()
+def forced(made: LLTokenizer, grammar: str, seed: int, most: int = 2000, begun: str = "") -> str:
+    """A text by a grammar, of tokens that are drawn from those allowed, until it ends.
+
+    begun: how it begins.
+    """
+    matcher, rng = LLMatcher(made, grammar, log_level=0), random.Random(seed)
+    tokens = made.tokenize_str(begun)
+    assert matcher.try_consume_tokens(tokens) == len(tokens), begun
     mask = bitmask.allocate_token_bitmask(1, made.vocab_size)
     while not matcher.is_stopped():
         bitmask.fill_next_token_bitmask(matcher, mask)
@@ -132,14 +148,40 @@ def _forced(case: Case) -> None:
         assert accepts(made, grammar, text.lstrip("\n")), f"{words} {special} {text}"
         grammar = grammar_of(form, FORCED, spelling)
         for seed in range(2):
-            said = forced(made, grammar, seed)
-            parsed = taken(FormParser(form, dict.fromkeys(NAMES, FORCED)), said, seed)
-            assert not parsed.content.strip(), said
-            for _, given in calls_of(parsed):
-                assert given["unit"] in ("mm", "<inch>"), said
-                assert isinstance(given["lines"], str), said
-                assert set(given) <= set(FORCED["properties"]), said
-                assert isinstance(given.get("size", 0), int), said
+            assert not _kept(form, forced(made, grammar, seed), seed).content.strip()
+
+
+def _kept(form: Form, said: str, seed: int) -> Parsed:
+    """What is made of a text whose calls must be as FORCED wants them."""
+    parsed = taken(FormParser(form, dict.fromkeys(NAMES, FORCED)), said, seed)
+    for _, given in calls_of(parsed):
+        assert given["unit"] in ("mm", "<inch>"), said
+        assert isinstance(given["lines"], str), said
+        assert set(given) <= set(FORCED["properties"]), said
+        assert isinstance(given.get("size", 0), int), said
+    return parsed
+
+
+def _free(case: Case) -> None:
+    form, call = found(case).form, rendered(case, compact=True).strip("\n")
+    if not can_be_free(form):
+        return
+    wrong, text = call.replace("-3", "x"), "Hello {a} <b> [1] functools, Action: there"
+    good, bad = ["", text, call], [wrong]
+    if not form.bare:
+        good += [f"I look.\n{call}", f"{call}\nand {call}. {text}"]
+        bad += [f"I look.\n{wrong}", f"{call}\nand {wrong}"]
+    begun = "I look.\n" + call[: call.index(NAMES[0])]
+    if form.bare:
+        begun = form.first + form.opens + NAMES[0] + form.named
+    for words in ((), marks_of(form)):
+        made, spelling = tokenizer(words)
+        grammar = free_grammar_of(form, PARAMETERS, spelling)
+        assert [said for said in good if not accepts(made, grammar, said)] == []
+        assert [said for said in bad if accepts(made, grammar, said)] == []
+        grammar = free_grammar_of(form, FORCED, spelling, several=False)
+        said = forced(made, grammar, 0, begun=begun)
+        assert _kept(form, said, 0).calls, said
 
 
 def _is_found(case: Case) -> None:
@@ -147,7 +189,7 @@ def _is_found(case: Case) -> None:
 
 
 CHECKS: Mapping[str, Callable[[Case], None]] = {
-    "recognised": _is_found, "whole": _whole, "pieces": _pieces, "forced": _forced
+    "recognised": _is_found, "whole": _whole, "pieces": _pieces, "forced": _forced, "free": _free,
 }  # fmt: skip
 
 
