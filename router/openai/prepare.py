@@ -28,7 +28,7 @@ from router.openai.tools import (
 from router.text import harmony
 from router.text.bounded import Bounds
 from router.text.forms.known import HARMONY
-from router.text.forms.rules import CallRules
+from router.text.forms.rules import CallRules, regex
 from router.text.grammar import Spelling, Validator, composed, think_rules, unkept
 from router.text.output import Ends
 from router.text.parsers import FirstCallOnly, Parser, Plain
@@ -176,7 +176,8 @@ class Preparer:
             return inner
         if think == "never":
             return Answer(inner, self._marks) if self._marks.answer_opens else inner
-        return Reasoning(inner, inside=think == "opened", marks=self._marks)
+        call = "" if self._form is None else self._form.ends_thought
+        return Reasoning(inner, inside=think == "opened", marks=self._marks, call=call)
 
     @cached_property
     def _spelling(self) -> Spelling:
@@ -193,16 +194,21 @@ class Preparer:
         Without any, both are empty, and no call is kept to its schema.
         """
         constraint = constraint_of(body, self._bounds)
-        if constraint is None and not tools.demanded:
-            return self._free(body, tools, think)
+        is_free = constraint is None and not tools.demanded
+        if is_free and not any(function.strict for function in tools.functions):
+            return "", "", ()
+        if is_free and not self._can_be_free(body):
+            return "", "", self._told(("tools.strict",))
         may_call = tools.demanded or (tools.functions and self._form not in (None, HARMONY))
         param = "tools" if constraint is None or tools.demanded else constraint.param
         self._validator.require(param)
         made = CallRules()
-        if may_call:
+        if is_free:
+            made = self._free(tools, think)
+        elif may_call:
             made = call_rules(self._form, tools, lambda: self._spelling, self._bounds)
         parts, rules = made.parts, made.rules
-        alternatives = ["calls"] if may_call else []
+        alternatives = ["answer"] if is_free else ["calls"] if may_call else []
         of_tools = tuple[str, ...]()
         if constraint is not None and not tools.demanded:
             if may_call:  # checked alone first, so that an error names the right field
@@ -219,33 +225,30 @@ class Preparer:
         names += [f"{param}.{name}" for name in unkept(own)]
         return grammar, param, self._told(dict.fromkeys(names))
 
-    def _free(
-        self, body: GenerationBody, tools: Tools, think: Think
-    ) -> tuple[str, str, tuple[str, ...]]:
-        """The same of an answer that may call: it has a grammar if a function is strict."""
-        if not any(function.strict for function in tools.functions):
-            return "", "", ()
+    def _can_be_free(self, body: GenerationBody) -> bool:
+        """Whether there is a grammar of an answer that may call; it has an end of its own."""
+        if not can_be_free(self._form) or body.min_tokens or body.ignore_eos:
+            return False
         try:
             self._validator.require("tools")
-            is_kept = can_be_free(self._form) and not (body.min_tokens or body.ignore_eos)
         except ApiError:
-            is_kept = False
-        if not is_kept:
-            return "", "", self._told(("tools.strict",))
-        marks = (self._served.text.token_of(mark) for mark in self._kept)
-        also = {mark for mark in marks if mark is not None}
+            return False
+        return True
+
+    def _free(self, tools: Tools, think: Think) -> CallRules:
+        """The rules of `answer`, which may call."""
+        kept = (self._served.text.token_of(mark) for mark in self._kept)
+        also = {token for token in kept if token is not None}
         opens = self._marks[0] if think == "maybe" and self._marks is not None else ""
-        made = answer_rules(self._form, tools, self._spelling, self._bounds, also, opens)
-        grammar = composed(made.parts, [*made.rules, "body: answer"], self._thought(think))
-        warnings = self._validator.check(grammar, "tools")
-        names = [f"tools.{name}" for name in (*made.unkept, *unkept(warnings))]
-        return grammar, "tools", self._told(dict.fromkeys(names))
+        return answer_rules(self._form, tools, self._spelling, self._bounds, also, opens)
 
     def _thought(self, think: Think) -> str:
         """The rules of reasoning before an answer; empty: there is none."""
         if think == "never" or self._marks is None:
             return ""
-        return think_rules(*self._marks[:2], self._spelling, opened=think == "opened")
+        call = "" if self._form is None else regex(self._form.ends_thought)
+        marks, opened = self._marks[:2], think == "opened"
+        return think_rules(*marks, self._spelling, opened=opened, without=call)
 
     def _prepared(
         self, body: GenerationBody, prompts: Sequence[tuple[int, ...]], job: _Job

@@ -136,21 +136,25 @@ def composed(parts: Sequence[tuple[str, Part]], rules: Sequence[str], think: str
     return json.dumps({"grammars": [{"lark_grammar": lark}, *named]})
 
 
-def think_rules(begin: str, end: str, spelling: Spelling, *, opened: bool) -> str:
+def think_rules(
+    begin: str, end: str, spelling: Spelling, *, opened: bool, without: str = ""
+) -> str:
     """The lark rules of reasoning between `begin` and `end`, before an answer.
 
-    `opened`: the prompt has opened it; if not, the answer may begin with it.
+    `opened`: the prompt has opened it; if not, the answer may begin with it. without: a pattern of
+    what it does not hold.
     """
+    never = f" & ~/{THOUGHT}{without}{THOUGHT}/" if without else ""
     space = r"space: /[ \n]{0,4}/"
     pieces = [spelling.pieces(mark) for mark in (begin, end)]
     if all(len(parts) == 1 and isinstance(parts[0], int) for parts in pieces):
         inner = f"{'' if opened else spelling.literal(begin)} thought {spelling.literal(end)} space"
         think = f"think: {inner}" if opened else f"think: ({inner})?"
-        return "\n".join([think, f"thought: /{THOUGHT}/", space])
+        return "\n".join([think, "thought: THOUGHT", f"THOUGHT: /{THOUGHT}/{never}", space])
     close = THOUGHT + re.escape(end).replace("/", r"\/")
     text = close if opened else re.escape(begin).replace("/", r"\/") + close
     think = "think: thought space" if opened else "think: (thought space)?"
-    return "\n".join([think, f"thought[lazy]: /{text}/", space])
+    return "\n".join([think, "thought[lazy]: THOUGHT", f"THOUGHT: /{text}/{never}", space])
 
 
 class Validator:

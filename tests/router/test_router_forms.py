@@ -139,6 +139,18 @@ def test_a_call_in_a_thought_is_no_call() -> None:
         assert (parsed.reasoning, calls_of(parsed)) == (call, [("look", {"city": "x"})])
 
 
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_a_call_ends_the_thought_in_forms_whose_models_forget_to(seed: int | None) -> None:
+    form, call = FORMS["qwen3_coder"], XML.format("x")
+    for text, thought in (
+        (f"so <tool_call> it\n{call}", "so <tool_call> it"), (f"a</think>\n{call}", "a"),
+        (call, ""),
+    ):  # fmt: skip
+        parser = Reasoning(of(form.name), inside=True, call=form.ends_thought)
+        parsed = taken(parser, text, seed)
+        assert (parsed.reasoning, calls_of(parsed)) == (thought, [("look", {"city": "x"})])
+
+
 @pytest.mark.parametrize("whose", ["cohere", "cohere2", "granite"])
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])
 def test_an_answer_between_marks_is_taken_out_of_them(whose: str, seed: int | None) -> None:

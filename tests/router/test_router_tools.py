@@ -98,6 +98,45 @@ def test_demanded_calls_are_constrained(
     assert [output for output in bad if grammar_accepts(text, grammar, output)] == []
 
 
+STRICT = [tool | {"function": tool["function"] | {"strict": True}} for tool in TOOLS]
+WRONG = COMPACT.replace('"é 😀"', "1")
+
+
+@pytest.mark.parametrize(
+    ("more", "good", "bad"),
+    [
+        (
+            {},
+            ["", "hello", f"I look.\n{COMPACT}\nso", f"{CALL2}\n{COMPACT}", "a {b} </tool_call>",
+             f"<think>\nhm {{\n</think>\n\nhi {CALL2}"],
+            [WRONG, f"hi {WRONG}", f"{CALL2} {WRONG}", "<tool_call>", f"{CALL2}\n{CALL2[12:]}",
+             f"<think>a</think>{WRONG}", f"<think>{WRONG}"],
+        ),
+        ({"parallel_tool_calls": False}, ["", f"hi {CALL2}"], [f"{CALL2} so", f"{CALL2}{CALL2}"]),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            [CALL2, "<think>", f"<think> {COMPACT}"],
+            [f"<think>{WRONG}</think>"],
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_call_of_a_strict_function_that_nothing_demands_is_constrained(
+    served: Served, text: Text, streamed: bool, more: Any, good: list[str], bad: list[str]
+) -> None:
+    served.double.says(text, f"I look.\n{COMPACT}", sizes=(3, 1, 2))
+    body: Any = {"messages": HELLO, "tools": [STRICT[0], *TOOLS[1:]]} | more
+    (choice,), _ = served.told("chat/completions", streamed, **body)
+    assert (choice["text"], choice["reason"]) == ("I look.", "tool_calls")
+    assert "".join(call["function"]["arguments"] for call in choice["calls"]) == '{"city":"é 😀"}'
+    grammar = served.double.take()[1].sampling.grammar
+    assert [output for output in good if not grammar_accepts(text, grammar, output)] == []
+    assert [output for output in bad if grammar_accepts(text, grammar, output)] == []
+    if not more:  # a mark within a thought begins no call, or does not come if it is a token
+        is_token = text.token_of("<tool_call>") is not None
+        assert grammar_accepts(text, grammar, f"<think>{WRONG}</think> so") != is_token
+
+
 def test_calls_that_are_not_told_apart_are_content(serve: Serve, tmp_path: Path) -> None:
     text = Text(make_model(tmp_path, f"{{# ipython #}}{LOOP}"))
     call = '{"name": "time", "parameters": {}}'
@@ -209,6 +248,8 @@ def test_harmony_is_told_apart_without_tools(serve: Serve, tmp_path: Path) -> No
     assert found["reasoning"] == found["reasoning_content"]
     body: dict[str, Any] = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required"}
     assert served.refusal("chat/completions", **body)["param"] == "tool_choice"
+    response = served.post("chat/completions", messages=HELLO, tools=STRICT)
+    assert response.headers["x-kvlane-unknown-fields"] == "tools.strict"
 
 
 @pytest.mark.parametrize("whose", ["mistral", "seed_oss"])

@@ -31,6 +31,7 @@ _FORMS = (
         name="qwen3_coder", opens="<tool_call>\n<function=", named=">\n",
         style=Tags("<parameter=", ">\n", "\n</parameter>\n"),
         closes="</function>\n</tool_call>", words=PYTHON, enters=("<function=",),
+        ends_thought="<tool_call>\n<function=",
     ),
     Form(
         name="seed_oss", opens="<seed:tool_call>\n<function=", named=">\n",
