@@ -152,7 +152,8 @@ class Preparer:
     def _think(self, prompt: str) -> Think:
         """Whether an answer begins with reasoning; a template may have opened or closed it."""
         if self._marks is None:
-            return "never"
+            begins = self._form is HARMONY and prompt.endswith(harmony.BEGINS)
+            return "maybe" if begins else "never"
         end = prompt.rstrip()
         if end.endswith(self._marks[1]):
             return "never"
@@ -197,9 +198,9 @@ class Preparer:
         is_free = constraint is None and not tools.demanded
         if is_free and not any(function.strict for function in tools.functions):
             return "", "", ()
-        if is_free and not self._can_be_free(body):
+        if is_free and not self._can_be_free(body, think):
             return "", "", self._told(("tools.strict",))
-        may_call = tools.demanded or (tools.functions and self._form not in (None, HARMONY))
+        may_call = tools.demanded or (tools.functions and self._form is not None)
         param = "tools" if constraint is None or tools.demanded else constraint.param
         self._validator.require(param)
         made = CallRules()
@@ -215,7 +216,8 @@ class Preparer:
                 calls = composed(parts, [*rules, "body: calls"])
                 of_tools = self._validator.check(calls, "tools")
             parts = [*parts, ("form", constraint.part)]
-            alternatives = ["@form", *alternatives]
+            is_message = self._form is HARMONY and think != "never"
+            alternatives = ["final @form" if is_message else "@form", *alternatives]
         body_rule = "body: " + " | ".join(alternatives)
         grammar = composed(parts, [*rules, body_rule], self._thought(think))
         own = [word for word in self._validator.check(grammar, param) if word not in of_tools]
@@ -225,9 +227,11 @@ class Preparer:
         names += [f"{param}.{name}" for name in unkept(own)]
         return grammar, param, self._told(dict.fromkeys(names))
 
-    def _can_be_free(self, body: GenerationBody) -> bool:
+    def _can_be_free(self, body: GenerationBody, think: Think) -> bool:
         """Whether there is a grammar of an answer that may call; it has an end of its own."""
         if not can_be_free(self._form) or body.min_tokens or body.ignore_eos:
+            return False
+        if self._form is HARMONY and think == "never":  # the prompt ends within a message
             return False
         try:
             self._validator.require("tools")
@@ -244,8 +248,10 @@ class Preparer:
 
     def _thought(self, think: Think) -> str:
         """The rules of reasoning before an answer; empty: there is none."""
-        if think == "never" or self._marks is None:
+        if think == "never":
             return ""
+        if self._marks is None:
+            return harmony.message_rules(self._spelling)
         call = "" if self._form is None else regex(self._form.ends_thought)
         marks, opened = self._marks[:2], think == "opened"
         return think_rules(*marks, self._spelling, opened=opened, without=call)

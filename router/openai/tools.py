@@ -135,10 +135,10 @@ def call_rules(
 ) -> CallRules:
     """The rules of `calls`: of the demanded functions if there are any, else of all.
 
-    Raises an ApiError if the model has no form of calls, or one that cannot be demanded yet
-    (harmony), or for a schema of which no grammar can be made.
+    Raises an ApiError if the model has no form of calls, or for a schema of which no grammar can
+    be made.
     """
-    if form is None or form is HARMONY:
+    if form is None:
         message = "no format of tool calls is known for this model (router.tool_parser)"
         raise invalid(f"tool_choice: {message}", "tool_choice")
     functions = _called(tools.demanded or tools.functions)
@@ -147,7 +147,7 @@ def call_rules(
 
 def can_be_free(form: Form | None) -> bool:
     """Whether `answer_rules` has any: not where an answer without calls has marks of its own."""
-    return form is not None and form is not HARMONY and not form.says
+    return form is not None and not form.says
 
 
 def answer_rules(
@@ -166,6 +166,9 @@ def answer_rules(
     functions = _called(tools.functions)
     together = tools.parallel and (form.last or form.bare)  # else each call has a mark
     made = rules_of(form, functions, bounds.max_calls if together else 1, spelling, bounds)
+    if form is HARMONY:
+        made.rules.append("answer: final SAID | calls")
+        return made
     several = tools.parallel and not form.single
     made.rules += free_rules(form, functions, spelling, several=several, also=also, not_first=think)
     return made

@@ -24,7 +24,7 @@ from tests.fault.router_doubles import (
     make_model,
     speak,
 )
-from tests.router.parser_cases import THOUGHT
+from tests.router.parser_cases import THOUGHT, message
 from tests.support.mutants import TOOLS
 from worker.api import FinishReason, Generate, Stop
 
@@ -237,18 +237,36 @@ def test_the_template_says_the_format_and_a_demanded_call_keeps_to_it(
     assert not grammar_accepts(text, grammar, "no call")
 
 
-def test_harmony_is_told_apart_without_tools(serve: Serve, tmp_path: Path) -> None:
-    words = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
-    text = Text(make_model(tmp_path, f"{{# <|channel|> #}}{LOOP}", words, 2048))
+def test_harmony_is_told_apart_and_its_calls_are_constrained(serve: Serve, tmp_path: Path) -> None:
+    words = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>")
+    source = f"{{# <|channel|> #}}{LOOP}<|start|>assistant"
+    text = Text(make_model(tmp_path, source, words, 2048))
     assert detected(text.template_source).name == "harmony"
-    answer = f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>so"
-    served = answering(serve, text, answer)
+    final = f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>so"
+    served = answering(serve, text, final)
     found = served.post("chat/completions", messages=HELLO).json()["choices"][0]["message"]
     assert (found["content"], found["reasoning_content"]) == ("so", "why < so")
     assert found["reasoning"] == found["reasoning_content"]
-    body: dict[str, Any] = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required"}
-    assert served.refusal("chat/completions", **body)["param"] == "tool_choice"
-    response = served.post("chat/completions", messages=HELLO, tools=STRICT)
+    call = message("commentary", '{"city":"x"}', "", "weather")
+    told = message("commentary", "I look.") + "<|start|>assistant"
+    wrong, thought = call.replace('"x"', "1"), f"{THOUGHT}<|start|>assistant"
+    body: dict[str, Any] = {"messages": HELLO, "tools": STRICT}
+    form = {"response_format": {"type": "json_object"}, "tools": []}
+    final_json = final.replace(">so", ">{}")
+    for more, good, bad in (
+        ({"tool_choice": "required"}, [call, thought + call, told + call], [final, wrong, "so"]),
+        ({}, [call, thought + told + call, final], [thought + wrong, "so", ""]),
+        (form, [final_json, final_json[len(thought) :]], [final, "{}"]),
+    ):
+        served.double.says(text, thought + call)
+        choice = served.post("chat/completions", **body | more).json()["choices"][0]
+        if more is not form:
+            called = choice["message"]["tool_calls"][0]["function"]
+            assert (called["name"], called["arguments"]) == ("weather", '{"city":"x"}')
+        grammar = served.double.take()[1].sampling.grammar
+        assert [output for output in good if not grammar_accepts(text, grammar, output)] == []
+        assert [output for output in bad if grammar_accepts(text, grammar, output)] == []
+    response = served.post("chat/completions", **body, min_tokens=1)
     assert response.headers["x-kvlane-unknown-fields"] == "tools.strict"
 
 
