@@ -27,6 +27,7 @@ from router.openai.tools import (
 )
 from router.text import harmony
 from router.text.bounded import Bounds
+from router.text.forms.free import Around
 from router.text.forms.known import HARMONY
 from router.text.forms.rules import CallRules, regex
 from router.text.grammar import Spelling, Validator, composed, think_rules, unkept
@@ -198,7 +199,9 @@ class Preparer:
         is_free = constraint is None and not tools.demanded
         if is_free and not any(function.strict for function in tools.functions):
             return "", "", ()
-        if is_free and not self._can_be_free(body, think):
+        has_end = body.min_tokens or body.ignore_eos  # a grammar has one of its own
+        can_be = can_be_free(self._form, begun=think == "never") and not has_end
+        if is_free and not (can_be and self._validator.is_usable):
             return "", "", self._told(("tools.strict",))
         may_call = tools.demanded or (tools.functions and self._form is not None)
         param = "tools" if constraint is None or tools.demanded else constraint.param
@@ -227,24 +230,12 @@ class Preparer:
         names += [f"{param}.{name}" for name in unkept(own)]
         return grammar, param, self._told(dict.fromkeys(names))
 
-    def _can_be_free(self, body: GenerationBody, think: Think) -> bool:
-        """Whether there is a grammar of an answer that may call; it has an end of its own."""
-        if not can_be_free(self._form) or body.min_tokens or body.ignore_eos:
-            return False
-        if self._form is HARMONY and think == "never":  # the prompt ends within a message
-            return False
-        try:
-            self._validator.require("tools")
-        except ApiError:
-            return False
-        return True
-
     def _free(self, tools: Tools, think: Think) -> CallRules:
         """The rules of `answer`, which may call."""
         kept = (self._served.text.token_of(mark) for mark in self._kept)
-        also = {token for token in kept if token is not None}
         opens = self._marks[0] if think == "maybe" and self._marks is not None else ""
-        return answer_rules(self._form, tools, self._spelling, self._bounds, also, opens)
+        around = Around(frozenset(token for token in kept if token is not None), opens)
+        return answer_rules(self._form, tools, self._spelling, self._bounds, around)
 
     def _thought(self, think: Think) -> str:
         """The rules of reasoning before an answer; empty: there is none."""

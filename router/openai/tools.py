@@ -12,7 +12,7 @@ from router.openai.reading import RequestModel, mapping, refused
 from router.openai.schema import ChatBody
 from router.text.bounded import Bounds
 from router.text.forms.form import Form
-from router.text.forms.free import free_rules
+from router.text.forms.free import Around, free_rules
 from router.text.forms.known import HARMONY
 from router.text.forms.parser import FormParser
 from router.text.forms.recognise import recognised
@@ -145,20 +145,18 @@ def call_rules(
     return rules_of(form, functions, bounds.max_calls if tools.parallel else 1, spelling(), bounds)
 
 
-def can_be_free(form: Form | None) -> bool:
-    """Whether `answer_rules` has any: not where an answer without calls has marks of its own."""
-    return form is not None and not form.says
+def can_be_free(form: Form | None, *, begun: bool) -> bool:
+    """Whether `answer_rules` has any; begun: the prompt ends within the answer.
+
+    It has none where text of an answer has marks of its own, but for messages of harmony.
+    """
+    return form is not None and not form.says and not (form is HARMONY and begun)
 
 
 def answer_rules(
-    form: Form | None,
-    tools: Tools,
-    spelling: Spelling,
-    bounds: Bounds,
-    also: Iterable[int],
-    think: str,
+    form: Form | None, tools: Tools, spelling: Spelling, bounds: Bounds, around: Around
 ) -> CallRules:
-    """The rules of `answer`, text with calls of all functions; also, think: as `free_rules` says.
+    """The rules of `answer`, text with calls of all functions.
 
     Raises an ApiError for a schema of which no grammar can be made.
     """
@@ -170,7 +168,7 @@ def answer_rules(
         made.rules.append("answer: final SAID | calls")
         return made
     several = tools.parallel and not form.single
-    made.rules += free_rules(form, functions, spelling, several=several, also=also, not_first=think)
+    made.rules += free_rules(form, functions, spelling, around, several=several)
     return made
 
 

@@ -7,6 +7,7 @@ meet is the client's error (400) and never a worker's.
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,7 @@ from typing import Any, cast
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from router.errors import invalid, unsupported
+from router.errors import ApiError, invalid, unsupported
 from router.text.bounded import Bounds, TooLarge, bounded
 from router.text.trial import Trials
 from worker.config.checkpoint.tokens import read_tokens
@@ -172,6 +173,14 @@ class Validator:
             self._tokenizer()
         except (OSError, ValueError) as error:
             raise unsupported(f"{param}: no grammars for this model: {error}", param) from error
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether `require` raises nothing."""
+        with suppress(ApiError):
+            self.require("")
+            return True
+        return False
 
     def check(self, grammar: str, param: str) -> tuple[str, ...]:
         """llguidance's warnings of what it does not keep to.

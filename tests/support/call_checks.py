@@ -18,6 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 from router.openai.tools import Function, Tools, answer_rules, can_be_free
 from router.text.bounded import Bounds
 from router.text.forms.form import MARK, Form
+from router.text.forms.free import Around
 from router.text.forms.parser import FormParser
 from router.text.forms.recognise import Found, recognised
 from router.text.forms.rules import Called, rules_of
@@ -79,12 +80,12 @@ def grammar_of(form: Form, parameters: Any, spelling: Spelling, num_calls: int =
 
 
 def free_grammar_of(
-    form: Form, parameters: Any, spelling: Spelling, *, several: bool = True, not_first: str = ""
+    form: Form, parameters: Any, spelling: Spelling, *, several: bool = True
 ) -> str:
     """A grammar that lets an answer call."""
     functions = tuple(Function(name=name, parameters=parameters, strict=True) for name in NAMES)
     tools, bounds = Tools([], functions, parallel=several), Bounds(4096, 10**6, 2)
-    made = answer_rules(form, tools, spelling, bounds, (), not_first)
+    made = answer_rules(form, tools, spelling, bounds, Around())
     return composed(made.parts, [*made.rules, "body: answer"])
 
 
@@ -164,7 +165,7 @@ def _kept(form: Form, said: str, seed: int) -> Parsed:
 
 def _free(case: Case) -> None:
     form, call = found(case).form, rendered(case, compact=True).strip("\n")
-    if not can_be_free(form):
+    if not can_be_free(form, begun=False):
         return
     wrong, text = call.replace("-3", "x"), "Hello {a} <b> [1] functools, Action: there"
     good, bad = ["", text, call], [wrong]

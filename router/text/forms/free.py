@@ -7,6 +7,7 @@ may be spelled: both count. Text up to a mark is a lazy terminal, so that the fi
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from router.text.forms.form import Form, segments
 from router.text.forms.rules import Called, literal, regex
@@ -16,22 +17,22 @@ ANY = "(?s:.*)"
 WORD = re.compile(r".*[\w:]", re.DOTALL)  # a mark without markup
 
 
+class Around(NamedTuple):
+    """What text around calls is like."""
+
+    also: frozenset[int] = frozenset()  # tokens that it may have, beside `Spelling.spoken`
+    not_first: str = ""  # a mark with which an answer must not begin, as reasoning would
+
+
 def free_rules(
-    form: Form,
-    functions: Sequence[Called],
-    spelling: Spelling,
-    *,
-    several: bool,
-    also: Iterable[int] = (),
-    not_first: str = "",
+    form: Form, functions: Sequence[Called], spelling: Spelling, around: Around, *, several: bool
 ) -> list[str]:
     """The rules of `answer`, beside those that `rules_of` has made.
 
-    several: further calls may come, and text behind them. also: tokens that text may have, beside
-    `Spelling.spoken`. not_first: a mark with which it must not begin, as reasoning would.
+    several: further calls may come, and text behind them.
     """
-    made = _Rules(form, functions, spelling, {*also}, not_first)
-    first = rf"\s*{regex(not_first)}" if not_first else ""
+    made = _Rules(form, functions, spelling, around)
+    first = rf"\s*{regex(around.not_first)}" if around.not_first else ""
     if form.bare:
         text, calls = made.text("first", *filter(None, (first, rf"\s*{made.head}"))), made.begun()
         return [*made.rules, f"answer: {text} | {calls}"]
@@ -48,12 +49,7 @@ class _Rules:
     """Rules of one form's free text, as they are made."""
 
     def __init__(
-        self,
-        form: Form,
-        functions: Sequence[Called],
-        spelling: Spelling,
-        also: set[int],
-        not_first: str,
+        self, form: Form, functions: Sequence[Called], spelling: Spelling, around: Around
     ) -> None:
         self._form, self._functions, self._spelling = form, functions, spelling
         self.rules: list[str] = []
@@ -64,9 +60,9 @@ class _Rules:
         else:
             for mark in form.marks:
                 self._mark(mark)
-        signs = "".join((*form.lead, *form.own_lead, *form.marks, *form.skips, not_first))
+        signs = "".join((*form.lead, *form.own_lead, *form.marks, *form.skips, around.not_first))
         meant = {piece for piece in spelling.pieces(signs) if isinstance(piece, int)}
-        self._spoken = spelling.any_of((spelling.spoken | also) - meant)
+        self._spoken = spelling.any_of((spelling.spoken | around.also) - meant)
 
     def _mark(self, mark: str) -> None:
         form = self._form
