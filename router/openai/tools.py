@@ -161,14 +161,15 @@ def answer_rules(
     Raises an ApiError for a schema of which no grammar can be made.
     """
     assert form is not None
+    several = tools.parallel and not form.single
     functions = _called(tools.functions)
-    together = tools.parallel and (form.last or form.bare)  # else each call has a mark
-    made = rules_of(form, functions, bounds.max_calls if together else 1, spelling, bounds)
+    functions += [Called(name, {}) for name in form.silent if several]  # text comes behind them
+    num = bounds.max_calls if several and (form.last or form.bare) else 1  # else each has a mark
+    made = rules_of(form, functions, num, spelling, bounds)
     if form is HARMONY:
         made.rules.append("answer: final SAID | calls")
-        return made
-    several = tools.parallel and not form.single
-    made.rules += free_rules(form, functions, spelling, around, several=several)
+    else:
+        made.rules += free_rules(form, functions, spelling, around, several=several)
     return made
 
 

@@ -8,7 +8,7 @@ and in pieces, a grammar of the form takes them, and what it forces comes back a
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -118,6 +118,52 @@ def forced(made: LLTokenizer, grammar: str, seed: int, most: int = 2000, begun: 
         tokens.append(token)
         assert len(tokens) < most, "it does not end"
     return b"".join(map(made.decode_bytes, ([token] for token in tokens))).decode()
+
+
+def wandered(made: LLTokenizer, grammar: str, signs: Sequence[str], seed: int) -> tuple[str, bool]:
+    """A text of `signs`, as far as a grammar takes them, and whether it may end there.
+
+    Where a grammar leaves few tokens, one of these comes, too.
+    """
+    matcher, rng, tokens = LLMatcher(made, grammar, log_level=0), random.Random(seed), list[int]()
+    mask = bitmask.allocate_token_bitmask(1, made.vocab_size)
+    for _ in range(40):
+        if matcher.is_stopped():
+            break
+        more = made.tokenize_str(rng.choice(signs))
+        bitmask.fill_next_token_bitmask(matcher, mask)
+        words = mask[0].view("uint32").tolist()
+        if sum(word.bit_count() for word in words) < 40 and rng.random() < 0.7:
+            more = [i for i in range(made.vocab_size) if words[i // 32] >> i % 32 & 1]
+            more = [one for one in rng.sample(more, min(1, len(more))) if one != made.eos_token]
+        tokens += more[: matcher.try_consume_tokens(more)]
+    text = b"".join(made.decode_bytes([token]) for token in tokens).decode(errors="ignore")
+    return text, matcher.is_accepting()
+
+
+SIZE = {"type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"]}
+
+
+def wander(case: Case, num: int) -> int:
+    """Assert that whatever a free grammar takes, its calls are as wanted; how many there were."""
+    form, seen = found(case).form, 0
+    right, wrong = (
+        rendered(case, compact=True, called=[("note", {"size": size})]) for size in (1, "x")
+    )
+    bare = [wrong.partition(mark)[2] for mark in form.lead[:1]]
+    signs = [*form.lead, *form.marks, *form.skips, "Hi. ", *' \n{}[]"', *[right, wrong, *bare] * 3]
+    for words in ((), marks_of(form)):
+        made, spelling = tokenizer(words)
+        grammar = free_grammar_of(form, SIZE, spelling)
+        for seed in range(num):
+            text, ends = wandered(made, grammar, signs, seed)
+            parsed = taken(FormParser(form, dict.fromkeys(NAMES, SIZE)), text)
+            calls = parsed.calls if ends else parsed.calls[:-1]
+            for call in calls:
+                size = json.loads(call.arguments).pop("size")
+                assert (call.name in NAMES, type(size)) == (True, int), text
+            seen += len(calls)
+    return seen
 
 
 def _whole(case: Case) -> None:
