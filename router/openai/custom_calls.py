@@ -35,7 +35,8 @@ def as_function(tool: dict[str, Any], where: str) -> dict[str, Any]:
         text["pattern"] = f"^(?:{pattern})$"
     schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
     named = {key: custom[key] for key in ("name", "description") if custom.get(key) is not None}
-    return {"type": "function", "function": {**named, "parameters": schema, "strict": True}}
+    function = {**named, "parameters": schema, "strict": "pattern" in text}
+    return {"type": "function", "function": function}
 
 
 class Input:

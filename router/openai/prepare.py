@@ -17,11 +17,19 @@ from router.openai.fields import listed, unheeded
 from router.openai.logprobs import of_prompt
 from router.openai.schema import ChatBody, CompletionBody, GenerationBody, parse, seed_of
 from router.openai.served import Served
-from router.openai.tools import Tools, call_rules, parser, tools_of
+from router.openai.tools import (
+    Tools,
+    answer_rules,
+    call_rules,
+    can_be_free,
+    parser,
+    tools_of,
+)
 from router.text import harmony
 from router.text.bounded import Bounds
+from router.text.forms.free import Around
 from router.text.forms.known import HARMONY
-from router.text.forms.rules import CallRules
+from router.text.forms.rules import CallRules, regex
 from router.text.grammar import Spelling, Validator, composed, think_rules, unkept
 from router.text.output import Ends
 from router.text.parsers import FirstCallOnly, Parser, Plain
@@ -145,7 +153,8 @@ class Preparer:
     def _think(self, prompt: str) -> Think:
         """Whether an answer begins with reasoning; a template may have opened or closed it."""
         if self._marks is None:
-            return "never"
+            begins = self._form is HARMONY and prompt.endswith(harmony.BEGINS)
+            return "maybe" if begins else "never"
         end = prompt.rstrip()
         if end.endswith(self._marks[1]):
             return "never"
@@ -169,7 +178,8 @@ class Preparer:
             return inner
         if think == "never":
             return Answer(inner, self._marks) if self._marks.answer_opens else inner
-        return Reasoning(inner, inside=think == "opened", marks=self._marks)
+        call = "" if self._form is None else self._form.ends_thought
+        return Reasoning(inner, inside=think == "opened", marks=self._marks, call=call)
 
     @cached_property
     def _spelling(self) -> Spelling:
@@ -186,29 +196,33 @@ class Preparer:
         Without any, both are empty, and no call is kept to its schema.
         """
         constraint = constraint_of(body, self._bounds)
-        if constraint is None and not tools.demanded:
-            strict = any(function.strict for function in tools.functions)
-            return "", "", self._told(("tools.strict",) if strict else ())
-        may_call = tools.demanded or (tools.functions and self._form not in (None, HARMONY))
+        is_free = constraint is None and not tools.demanded
+        if is_free and not any(function.strict for function in tools.functions):
+            return "", "", ()
+        has_end = body.min_tokens or body.ignore_eos  # a grammar has one of its own
+        can_be = can_be_free(self._form, begun=think == "never") and not has_end
+        if is_free and not (can_be and self._validator.is_usable):
+            return "", "", self._told(("tools.strict",))
+        may_call = tools.demanded or (tools.functions and self._form is not None)
         param = "tools" if constraint is None or tools.demanded else constraint.param
         self._validator.require(param)
         made = CallRules()
-        if may_call:
+        if is_free:
+            made = self._free(tools, think)
+        elif may_call:
             made = call_rules(self._form, tools, lambda: self._spelling, self._bounds)
         parts, rules = made.parts, made.rules
-        alternatives = ["calls"] if may_call else []
+        alternatives = ["answer"] if is_free else ["calls"] if may_call else []
         of_tools = tuple[str, ...]()
         if constraint is not None and not tools.demanded:
             if may_call:  # checked alone first, so that an error names the right field
                 calls = composed(parts, [*rules, "body: calls"])
                 of_tools = self._validator.check(calls, "tools")
             parts = [*parts, ("form", constraint.part)]
-            alternatives = ["@form", *alternatives]
-        first = ""
-        if think != "never":
-            assert self._marks is not None
-            first = think_rules(*self._marks[:2], self._spelling, opened=think == "opened")
-        grammar = composed(parts, [*rules, "body: " + " | ".join(alternatives)], first)
+            is_message = self._form is HARMONY and think != "never"
+            alternatives = ["final @form" if is_message else "@form", *alternatives]
+        body_rule = "body: " + " | ".join(alternatives)
+        grammar = composed(parts, [*rules, body_rule], self._thought(think))
         own = [word for word in self._validator.check(grammar, param) if word not in of_tools]
         names = [*made.unkept, *(() if constraint is None or tools.demanded else constraint.told)]
         known = {name.rpartition(".")[2] for name in names}
@@ -218,6 +232,23 @@ class Preparer:
             if name.startswith("response_format.") and name.endswith(".uniqueItems"):
                 raise invalid(f"{name}: not supported", param)
         return grammar, param, self._told(dict.fromkeys(names))
+
+    def _free(self, tools: Tools, think: Think) -> CallRules:
+        """The rules of `answer`, which may call."""
+        kept = (self._served.text.token_of(mark) for mark in self._kept)
+        opens = self._marks[0] if think == "maybe" and self._marks is not None else ""
+        around = Around(frozenset(token for token in kept if token is not None), opens)
+        return answer_rules(self._form, tools, self._spelling, self._bounds, around)
+
+    def _thought(self, think: Think) -> str:
+        """The rules of reasoning before an answer; empty: there is none."""
+        if think == "never":
+            return ""
+        if self._marks is None:
+            return harmony.message_rules(self._spelling)
+        call = "" if self._form is None else regex(self._form.ends_thought)
+        marks, opened = self._marks[:2], think == "opened"
+        return think_rules(*marks, self._spelling, opened=opened, without=call)
 
     def _prepared(
         self, body: GenerationBody, prompts: Sequence[tuple[int, ...]], job: _Job

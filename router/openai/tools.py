@@ -1,6 +1,6 @@
 """Tools: the functions that a chat may call, and the grammar of a call."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -13,6 +13,7 @@ from router.openai.reading import RequestModel, mapping, refused
 from router.openai.schema import ChatBody
 from router.text.bounded import Bounds
 from router.text.forms.form import Form
+from router.text.forms.free import Around, free_rules
 from router.text.forms.known import HARMONY
 from router.text.forms.parser import FormParser
 from router.text.forms.recognise import recognised
@@ -144,13 +145,43 @@ def call_rules(
 ) -> CallRules:
     """The rules of `calls`: of the demanded functions if there are any, else of all.
 
-    Raises an ApiError if the model has no form of calls, or one that cannot be demanded yet
-    (harmony), or for a schema of which no grammar can be made.
+    Raises an ApiError if the model has no form of calls, or for a schema of which no grammar can
+    be made.
     """
-    if form is None or form is HARMONY:
+    if form is None:
         message = "no format of tool calls is known for this model (router.tool_parser)"
         raise invalid(f"tool_choice: {message}", "tool_choice")
-    functions = [
-        Called(one.name, one.parameters, one.strict) for one in tools.demanded or tools.functions
-    ]
+    functions = _called(tools.demanded or tools.functions)
     return rules_of(form, functions, bounds.max_calls if tools.parallel else 1, spelling(), bounds)
+
+
+def can_be_free(form: Form | None, *, begun: bool) -> bool:
+    """Whether `answer_rules` has any; begun: the prompt ends within the answer.
+
+    It has none where text of an answer has marks of its own, but for messages of harmony.
+    """
+    return form is not None and not form.says and not (form is HARMONY and begun)
+
+
+def answer_rules(
+    form: Form | None, tools: Tools, spelling: Spelling, bounds: Bounds, around: Around
+) -> CallRules:
+    """The rules of `answer`, text with calls of all functions.
+
+    Raises an ApiError for a schema of which no grammar can be made.
+    """
+    assert form is not None
+    several = tools.parallel and not form.single
+    functions = _called(tools.functions)
+    functions += [Called(name, {}) for name in form.silent if several]  # text comes behind them
+    num = bounds.max_calls if several and (form.last or form.bare) else 1  # else each has a mark
+    made = rules_of(form, functions, num, spelling, bounds)
+    if form is HARMONY:
+        made.rules.append("answer: final SAID | calls")
+    else:
+        made.rules += free_rules(form, functions, spelling, around, several=several)
+    return made
+
+
+def _called(functions: Iterable[Function]) -> list[Called]:
+    return [Called(one.name, one.parameters, one.strict) for one in functions]

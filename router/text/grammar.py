@@ -7,13 +7,14 @@ meet is the client's error (400) and never a worker's.
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 from llguidance import LLMatcher, LLTokenizer
 
-from router.errors import invalid, unsupported
+from router.errors import ApiError, invalid, unsupported
 from router.text.bounded import Bounds, Schema, TooLarge, bounded, grammar_of
 from router.text.ebnf import Bad, lark_of
 from router.text.exact import Unkept, at, exact_part
@@ -115,10 +116,10 @@ class Spelling:
         found = filter(None, self._cut.split(text))
         return [self._tokens.get(piece, piece) for piece in found]
 
-    def spoken_but(self, tokens: Iterable[int]) -> str:
-        """Any of `spoken` but some in a rule, as it may have thousands; empty: there is none."""
+    def any_of(self, tokens: Iterable[int]) -> str:
+        """Any of some tokens in a rule, as there may be thousands; empty: there is none."""
         runs = list[list[int]]()
-        for token in sorted(self.spoken - {*tokens}):
+        for token in sorted(tokens):
             if runs and runs[-1][1] == token - 1:
                 runs[-1][1] = token
             else:
@@ -146,21 +147,25 @@ def composed(parts: Sequence[tuple[str, Part]], rules: Sequence[str], think: str
     return json.dumps({"grammars": [{"lark_grammar": lark}, *named]})
 
 
-def think_rules(begin: str, end: str, spelling: Spelling, *, opened: bool) -> str:
+def think_rules(
+    begin: str, end: str, spelling: Spelling, *, opened: bool, without: str = ""
+) -> str:
     """The lark rules of reasoning between `begin` and `end`, before an answer.
 
-    `opened`: the prompt has opened it; if not, the answer may begin with it.
+    `opened`: the prompt has opened it; if not, the answer may begin with it. without: a pattern of
+    what it does not hold.
     """
+    never = f" & ~/{THOUGHT}{without}{THOUGHT}/" if without else ""
     space = r"space: /[ \n]{0,4}/"
     pieces = [spelling.pieces(mark) for mark in (begin, end)]
     if all(len(parts) == 1 and isinstance(parts[0], int) for parts in pieces):
         inner = f"{'' if opened else spelling.literal(begin)} thought {spelling.literal(end)} space"
         think = f"think: {inner}" if opened else f"think: ({inner})?"
-        return "\n".join([think, f"thought: /{THOUGHT}/", space])
+        return "\n".join([think, "thought: THOUGHT", f"THOUGHT: /{THOUGHT}/{never}", space])
     close = THOUGHT + re.escape(end).replace("/", r"\/")
     text = close if opened else re.escape(begin).replace("/", r"\/") + close
     think = "think: thought space" if opened else "think: (thought space)?"
-    return "\n".join([think, f"thought[lazy]: /{text}/", space])
+    return "\n".join([think, "thought[lazy]: THOUGHT", f"THOUGHT: /{text}/{never}", space])
 
 
 class Validator:
@@ -178,6 +183,14 @@ class Validator:
             self._tokenizer()
         except (OSError, ValueError) as error:
             raise unsupported(f"{param}: no grammars for this model: {error}", param) from error
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether `require` raises nothing."""
+        with suppress(ApiError):
+            self.require("")
+            return True
+        return False
 
     def check(self, grammar: str, param: str) -> tuple[str, ...]:
         """llguidance's warnings of what it does not keep to.

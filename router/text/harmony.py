@@ -5,13 +5,25 @@ Its messages are <|channel|>...<|message|>...<|end|>, and channel and recipient 
 
 import re
 
+from router.text.grammar import Spelling
 from router.text.parsers import CallPart, Calls, Parsed, sure
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")  # of a message
 MARKS = (CHANNEL, MESSAGE, "<|constrain|>", *ENDS)
+BEGINS = "<|start|>assistant"  # what of a message a prompt has
 END = re.compile("|".join(map(re.escape, ENDS)))
 RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
+
+
+def message_rules(spelling: Spelling) -> str:
+    """The lark rules of `think`, messages before the answer; `final` begins one without calls."""
+    analysis, commentary, final = (
+        spelling.literal(f"{CHANNEL}{name}{MESSAGE}")
+        for name in ("analysis", "commentary", "final")
+    )
+    said = f"said: ({analysis} | {commentary}) SAID {spelling.literal('<|end|>' + BEGINS)}"
+    return "\n".join(("think: said*", said, f"final: {final}", "SAID: /(?s:.*)/"))
 
 
 class Harmony(Calls):

@@ -69,12 +69,15 @@ class Answer(Parser):
 class Reasoning(Parser):
     """What stands between `marks` at the beginning is reasoning; what follows goes to `inner`.
 
-    `inside`: the prompt has opened the reasoning.
+    `inside`: the prompt has opened the reasoning. call: ends it, too, if there is any, and stays.
     """
 
-    def __init__(self, inner: Parser, *, inside: bool, marks: Marks = MARKS["qwen3"]) -> None:
+    def __init__(
+        self, inner: Parser, *, inside: bool, marks: Marks = MARKS["qwen3"], call: str = ""
+    ) -> None:
         self._inner = Answer(inner, marks) if marks.answer_opens else inner
         self._open, self._close = marks[:2]
+        self._calls = (call,) if call else ()
         self._inside: bool | None = True if inside else None  # None = not known yet
         self._text = ""
         self._begun = False  # some of the reasoning was returned
@@ -105,12 +108,16 @@ class Reasoning(Parser):
 
     def _reasoning(self) -> Parsed:
         reasoning, marker, rest = self._text.partition(self._close)
+        for call in self._calls:
+            before, found, _ = reasoning.partition(call)
+            if found:
+                reasoning, marker, rest = before, call, self._text[len(before) :]
         if marker:
             self._inside, self._stripping, self._text = False, True, ""
             parsed = Parsed(reasoning=self._trimmed(reasoning))
             parsed += self._rest(rest)
             return parsed
-        shown = sure(reasoning, self._close).rstrip()
+        shown = sure(reasoning, self._close, *self._calls).rstrip()
         self._text = reasoning[len(shown) :]
         return Parsed(reasoning=self._trimmed(shown, end=False))
 

@@ -12,6 +12,7 @@ import pytest
 
 from router.config import CallFormat, ReasoningFormat, RouterConfig
 from router.errors import ApiError
+from router.openai.tools import can_be_free
 from router.text.bounded import Bounds
 from router.text.forms.form import Form
 from router.text.forms.known import BAR, FORMS, HARMONY, SIGNS
@@ -25,7 +26,16 @@ from router.text.reasoning import MARKS, Reasoning
 from router.text.speech import speech_of
 from router.text.tokenizer import Text
 from tests.fault.router_doubles import HELLO, DecodeDouble, Serve, make_model
-from tests.support.call_checks import CHECKS, accepts, calls_of, forced, taken, tokenizer
+from tests.support.call_checks import (
+    CHECKS,
+    accepts,
+    calls_of,
+    forced,
+    found,
+    taken,
+    tokenizer,
+    wander,
+)
 from tests.support.call_forms import CASES, FUNCTIONS, PARAMETERS, Case, rendered
 
 LOOP = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -42,6 +52,12 @@ def of(form: str) -> FormParser:
 @pytest.mark.parametrize("case", CASES, ids=[f"{i}-{case.name}" for i, case in enumerate(CASES)])
 def test_what_a_template_writes_is_recognised_read_and_forced(case: Case, check: str) -> None:
     CHECKS[check](case)
+
+
+@pytest.mark.parametrize("num", [4, pytest.param(60, marks=pytest.mark.whole)])
+def test_whatever_a_free_grammar_takes_has_calls_that_are_kept_to_their_schema(num: int) -> None:
+    free = [case for case in CASES if can_be_free(found(case).form, begun=False)]
+    assert sum(wander(case, num) for case in free) > 30 * num
 
 
 def test_settings_name_every_form() -> None:
@@ -175,6 +191,18 @@ def test_a_call_in_a_thought_is_no_call() -> None:
         parser = Reasoning(of("qwen3_coder"), inside=True, marks=marks)
         parsed = taken(parser, f"{call}{marks.closes}\n{call}", 3)
         assert (parsed.reasoning, calls_of(parsed)) == (call, [("look", {"city": "x"})])
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_a_call_ends_the_thought_in_forms_whose_models_forget_to(seed: int | None) -> None:
+    form, call = FORMS["qwen3_coder"], XML.format("x")
+    for text, thought in (
+        (f"so <tool_call> it\n{call}", "so <tool_call> it"), (f"a</think>\n{call}", "a"),
+        (call, ""),
+    ):  # fmt: skip
+        parser = Reasoning(of(form.name), inside=True, call=form.ends_thought)
+        parsed = taken(parser, text, seed)
+        assert (parsed.reasoning, calls_of(parsed)) == (thought, [("look", {"city": "x"})])
 
 
 @pytest.mark.parametrize("whose", ["cohere", "cohere2", "granite"])

@@ -127,8 +127,8 @@ PARTS = {
     "stream_options.include_usage", "stream_options.continuous_usage_stats",
     "response_format.json_schema", "structured_outputs.json", "structured_outputs.regex",
     "structured_outputs.choice", "structured_outputs.grammar", "structured_outputs.json_object",
-    "tool_choice.function", "tool_choice.allowed_tools", "reasoning.effort", "text.format",
-    "thinking.display", "output_config.effort", "output_config.format",
+    "tool_choice.function", "tool_choice.allowed_tools", "tools.strict", "reasoning.effort",
+    "text.format", "thinking.display", "output_config.effort", "output_config.format",
 }  # fmt: skip
 NO_PARTS = {"tools.cache_control"}  # that change no answer
 NEEDS: dict[str, dict[str, Any]] = {  # what a field cannot be without

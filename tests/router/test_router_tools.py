@@ -24,7 +24,7 @@ from tests.fault.router_doubles import (
     make_model,
     speak,
 )
-from tests.router.parser_cases import THOUGHT
+from tests.router.parser_cases import THOUGHT, message
 from tests.support.mutants import TOOLS
 from worker.api import FinishReason, Generate, Stop
 
@@ -96,6 +96,45 @@ def test_demanded_calls_are_constrained(
     grammar = served.double.take()[1].sampling.grammar
     assert [output for output in good if not grammar_accepts(text, grammar, output)] == []
     assert [output for output in bad if grammar_accepts(text, grammar, output)] == []
+
+
+STRICT = [tool | {"function": tool["function"] | {"strict": True}} for tool in TOOLS]
+WRONG = COMPACT.replace('"é 😀"', "1")
+
+
+@pytest.mark.parametrize(
+    ("more", "good", "bad"),
+    [
+        (
+            {},
+            ["", "hello", f"I look.\n{COMPACT}\nso", f"{CALL2}\n{COMPACT}", "a {b} </tool_call>",
+             f"<think>\nhm {{\n</think>\n\nhi {CALL2}"],
+            [WRONG, f"hi {WRONG}", f"{CALL2} {WRONG}", "<tool_call>", f"{CALL2}\n{CALL2[12:]}",
+             f"<think>a</think>{WRONG}", f"<think>{WRONG}"],
+        ),
+        ({"parallel_tool_calls": False}, ["", f"hi {CALL2}"], [f"{CALL2} so", f"{CALL2}{CALL2}"]),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            [CALL2, "<think>", f"<think> {COMPACT}"],
+            [f"<think>{WRONG}</think>"],
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_call_of_a_strict_function_that_nothing_demands_is_constrained(
+    served: Served, text: Text, streamed: bool, more: Any, good: list[str], bad: list[str]
+) -> None:
+    served.double.says(text, f"I look.\n{COMPACT}", sizes=(3, 1, 2))
+    body: Any = {"messages": HELLO, "tools": [STRICT[0], *TOOLS[1:]]} | more
+    (choice,), _ = served.told("chat/completions", streamed, **body)
+    assert (choice["text"], choice["reason"]) == ("I look.", "tool_calls")
+    assert "".join(call["function"]["arguments"] for call in choice["calls"]) == '{"city":"é 😀"}'
+    grammar = served.double.take()[1].sampling.grammar
+    assert [output for output in good if not grammar_accepts(text, grammar, output)] == []
+    assert [output for output in bad if grammar_accepts(text, grammar, output)] == []
+    if not more:  # a mark within a thought begins no call, or does not come if it is a token
+        is_token = text.token_of("<tool_call>") is not None
+        assert grammar_accepts(text, grammar, f"<think>{WRONG}</think> so") != is_token
 
 
 def test_calls_that_are_not_told_apart_are_content(serve: Serve, tmp_path: Path) -> None:
@@ -198,17 +237,37 @@ def test_the_template_says_the_format_and_a_demanded_call_keeps_to_it(
     assert not grammar_accepts(text, grammar, "no call")
 
 
-def test_harmony_is_told_apart_without_tools(serve: Serve, tmp_path: Path) -> None:
-    words = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
-    text = Text(make_model(tmp_path, f"{{# <|channel|> #}}{LOOP}", words, 2048))
+def test_harmony_is_told_apart_and_its_calls_are_constrained(serve: Serve, tmp_path: Path) -> None:
+    words = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>")
+    source = f"{{# <|channel|> #}}{LOOP}<|start|>assistant"
+    text = Text(make_model(tmp_path, source, words, 2048))
     assert detected(text.template_source).name == "harmony"
-    answer = f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>so"
-    served = answering(serve, text, answer)
+    final = f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>so"
+    served = answering(serve, text, final)
     found = served.post("chat/completions", messages=HELLO).json()["choices"][0]["message"]
     assert (found["content"], found["reasoning_content"]) == ("so", "why < so")
     assert found["reasoning"] == found["reasoning_content"]
-    body: dict[str, Any] = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required"}
-    assert served.refusal("chat/completions", **body)["param"] == "tool_choice"
+    call = message("commentary", '{"city":"x"}', "", "weather")
+    told = message("commentary", "I look.") + "<|start|>assistant"
+    wrong, thought = call.replace('"x"', "1"), f"{THOUGHT}<|start|>assistant"
+    body: dict[str, Any] = {"messages": HELLO, "tools": STRICT}
+    form = {"response_format": {"type": "json_object"}, "tools": []}
+    final_json = final.replace(">so", ">{}")
+    for more, good, bad in (
+        ({"tool_choice": "required"}, [call, thought + call, told + call], [final, wrong, "so"]),
+        ({}, [call, thought + told + call, final], [thought + wrong, "so", ""]),
+        (form, [final_json, final_json[len(thought) :]], [final, "{}"]),
+    ):
+        served.double.says(text, thought + call)
+        choice = served.post("chat/completions", **body | more).json()["choices"][0]
+        if more is not form:
+            called = choice["message"]["tool_calls"][0]["function"]
+            assert (called["name"], called["arguments"]) == ("weather", '{"city":"x"}')
+        grammar = served.double.take()[1].sampling.grammar
+        assert [output for output in good if not grammar_accepts(text, grammar, output)] == []
+        assert [output for output in bad if grammar_accepts(text, grammar, output)] == []
+    response = served.post("chat/completions", **body, min_tokens=1)
+    assert response.headers["x-kvlane-unknown-fields"] == "tools.strict"
 
 
 @pytest.mark.parametrize("whose", ["mistral", "seed_oss"])

@@ -8,15 +8,17 @@ and in pieces, a grammar of the form takes them, and what it forces comes back a
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import llguidance.numpy as bitmask
 from llguidance import LLMatcher, LLTokenizer
 
+from router.openai.tools import Function, Tools, answer_rules, can_be_free
 from router.text.bounded import Bounds
 from router.text.forms.form import MARK, Form
+from router.text.forms.free import Around
 from router.text.forms.parser import FormParser
 from router.text.forms.recognise import Found, recognised
 from router.text.forms.rules import Called, rules_of
@@ -77,6 +79,16 @@ def grammar_of(form: Form, parameters: Any, spelling: Spelling, num_calls: int =
     return composed(made.parts, [*made.rules, "body: calls"])
 
 
+def free_grammar_of(
+    form: Form, parameters: Any, spelling: Spelling, *, several: bool = True
+) -> str:
+    """A grammar that lets an answer call."""
+    functions = tuple(Function(name=name, parameters=parameters, strict=True) for name in NAMES)
+    tools, bounds = Tools([], functions, parallel=several), Bounds(4096, 10**6, 2)
+    made = answer_rules(form, tools, spelling, bounds, Around())
+    return composed(made.parts, [*made.rules, "body: answer"])
+
+
 def accepts(made: LLTokenizer, grammar: str, text: str) -> bool:
     """Whether a grammar takes a text, all of it and nothing more."""
     matcher = LLMatcher(made, grammar, log_level=0)
@@ -86,14 +98,22 @@ def accepts(made: LLTokenizer, grammar: str, text: str) -> bool:
 
 
 def forced(
-    made: LLTokenizer, grammar: str, seed: int, most: int = 2000, closes_at: int = 2000
+    made: LLTokenizer,
+    grammar: str,
+    seed: int,
+    most: int = 2000,
+    closes_at: int = 2000,
+    begun: str = "",
 ) -> str:
     """A text by a grammar, of tokens that are drawn from those allowed, until it ends.
 
     After `closes_at` tokens what closes a string, a list or an object is drawn where it may be.
+    begun: how it begins.
     """
     closing = {made.tokenize_str(mark)[0] for mark in ('"', "]", "}")}
-    matcher, rng, tokens = LLMatcher(made, grammar, log_level=0), random.Random(seed), list[int]()
+    matcher, rng = LLMatcher(made, grammar, log_level=0), random.Random(seed)
+    tokens = made.tokenize_str(begun)
+    assert matcher.try_consume_tokens(tokens) == len(tokens), begun
     mask = bitmask.allocate_token_bitmask(1, made.vocab_size)
     while not matcher.is_stopped():
         bitmask.fill_next_token_bitmask(matcher, mask)
@@ -109,6 +129,52 @@ def forced(
         tokens.append(token)
         assert len(tokens) < most, "it does not end"
     return b"".join(map(made.decode_bytes, ([token] for token in tokens))).decode()
+
+
+def wandered(made: LLTokenizer, grammar: str, signs: Sequence[str], seed: int) -> tuple[str, bool]:
+    """A text of `signs`, as far as a grammar takes them, and whether it may end there.
+
+    Where a grammar leaves few tokens, one of these comes, too.
+    """
+    matcher, rng, tokens = LLMatcher(made, grammar, log_level=0), random.Random(seed), list[int]()
+    mask = bitmask.allocate_token_bitmask(1, made.vocab_size)
+    for _ in range(40):
+        if matcher.is_stopped():
+            break
+        more = made.tokenize_str(rng.choice(signs))
+        bitmask.fill_next_token_bitmask(matcher, mask)
+        words = mask[0].view("uint32").tolist()
+        if sum(word.bit_count() for word in words) < 40 and rng.random() < 0.7:
+            more = [i for i in range(made.vocab_size) if words[i // 32] >> i % 32 & 1]
+            more = [one for one in rng.sample(more, min(1, len(more))) if one != made.eos_token]
+        tokens += more[: matcher.try_consume_tokens(more)]
+    text = b"".join(made.decode_bytes([token]) for token in tokens).decode(errors="ignore")
+    return text, matcher.is_accepting()
+
+
+SIZE = {"type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"]}
+
+
+def wander(case: Case, num: int) -> int:
+    """Assert that whatever a free grammar takes, its calls are as wanted; how many there were."""
+    form, seen = found(case).form, 0
+    right, wrong = (
+        rendered(case, compact=True, called=[("note", {"size": size})]) for size in (1, "x")
+    )
+    bare = [wrong.partition(mark)[2] for mark in form.lead[:1]]
+    signs = [*form.lead, *form.marks, *form.skips, "Hi. ", *' \n{}[]"', *[right, wrong, *bare] * 3]
+    for words in ((), marks_of(form)):
+        made, spelling = tokenizer(words)
+        grammar = free_grammar_of(form, SIZE, spelling)
+        for seed in range(num):
+            text, ends = wandered(made, grammar, signs, seed)
+            parsed = taken(FormParser(form, dict.fromkeys(NAMES, SIZE)), text)
+            calls = parsed.calls if ends else parsed.calls[:-1]
+            for call in calls:
+                size = json.loads(call.arguments).pop("size")
+                assert (call.name in NAMES, type(size)) == (True, int), text
+            seen += len(calls)
+    return seen
 
 
 def _whole(case: Case) -> None:
@@ -140,14 +206,40 @@ def _forced(case: Case) -> None:
         assert accepts(made, grammar, text.lstrip("\n")), f"{words} {special} {text}"
         grammar = grammar_of(form, FORCED, spelling)
         for seed in range(2):
-            said = forced(made, grammar, seed)
-            parsed = taken(FormParser(form, dict.fromkeys(NAMES, FORCED)), said, seed)
-            assert not parsed.content.strip(), said
-            for _, given in calls_of(parsed):
-                assert given["unit"] in ("mm", "<inch>"), said
-                assert isinstance(given["lines"], str), said
-                assert set(given) <= set(FORCED["properties"]), said
-                assert isinstance(given.get("size", 0), int), said
+            assert not _kept(form, forced(made, grammar, seed), seed).content.strip()
+
+
+def _kept(form: Form, said: str, seed: int) -> Parsed:
+    """What is made of a text whose calls must be as FORCED wants them."""
+    parsed = taken(FormParser(form, dict.fromkeys(NAMES, FORCED)), said, seed)
+    for _, given in calls_of(parsed):
+        assert given["unit"] in ("mm", "<inch>"), said
+        assert isinstance(given["lines"], str), said
+        assert set(given) <= set(FORCED["properties"]), said
+        assert isinstance(given.get("size", 0), int), said
+    return parsed
+
+
+def _free(case: Case) -> None:
+    form, call = found(case).form, rendered(case, compact=True).strip("\n")
+    if not can_be_free(form, begun=False):
+        return
+    wrong, text = call.replace("-3", "x"), "Hello {a} <b> [1] functools, Action: there"
+    good, bad = ["", text, call], [wrong]
+    if not form.bare:
+        good += [f"I look.\n{call}", f"{call}\nand {call}. {text}"]
+        bad += [f"I look.\n{wrong}", f"{call}\nand {wrong}"]
+    begun = "I look.\n" + call[: call.index(NAMES[0])]
+    if form.bare:
+        begun = form.first + form.opens + NAMES[0] + form.named
+    for words in ((), marks_of(form)):
+        made, spelling = tokenizer(words)
+        grammar = free_grammar_of(form, PARAMETERS, spelling)
+        assert [said for said in good if not accepts(made, grammar, said)] == []
+        assert [said for said in bad if accepts(made, grammar, said)] == []
+        grammar = free_grammar_of(form, FORCED, spelling, several=False)
+        said = forced(made, grammar, 0, begun=begun)
+        assert _kept(form, said, 0).calls, said
 
 
 def _is_found(case: Case) -> None:
@@ -155,7 +247,7 @@ def _is_found(case: Case) -> None:
 
 
 CHECKS: Mapping[str, Callable[[Case], None]] = {
-    "recognised": _is_found, "whole": _whole, "pieces": _pieces, "forced": _forced
+    "recognised": _is_found, "whole": _whole, "pieces": _pieces, "forced": _forced, "free": _free,
 }  # fmt: skip
 
 

@@ -250,12 +250,14 @@ CASES = (
 )  # fmt: skip
 
 
-def rendered(case: Case, *, compact: bool = False) -> str:
+def rendered(
+    case: Case, *, compact: bool = False, called: Sequence[tuple[str, Any]] = CALLED
+) -> str:
     """What the template writes for the calls: the assistant's turn without its ends."""
     template = ChatTemplate(case.template(compact=compact), {})
     calls = [
         {"id": f"abcdefgh{i}", "function": {"name": name, "arguments": given}}
-        for i, (name, given) in enumerate(CALLED)
+        for i, (name, given) in enumerate(called)
     ]
     turn = {"role": "assistant", "content": "", "tool_calls": calls}
     shown = template.render([{"role": "user", "content": "?"}, turn], add_generation_prompt=False)

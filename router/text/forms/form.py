@@ -79,6 +79,7 @@ class Form:
     bare: bool = False  # calls have no mark: of a known function, and at an answer's start only
     single: bool = False  # an answer has one call at most
     says: str = ""  # before content
+    ends_thought: str = ""  # a call's beginning that may come without the end of the reasoning
     silent: tuple[str, ...] = ()  # functions that stand for an answer without calls
     # What else models begin calls with, or write round them, than their template does.
     enters: tuple[str, ...] = ()

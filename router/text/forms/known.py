@@ -6,7 +6,7 @@ templates that write no calls.
 
 from collections.abc import Mapping
 
-from router.text.forms.form import ID, Form, Json, Pairs, Tags
+from router.text.forms.form import ID, Form, Pairs, Tags
 
 BAR = "\N{FULLWIDTH VERTICAL LINE}"
 PYTHON = ("True", "False", "None")
@@ -31,6 +31,7 @@ _FORMS = (
         name="qwen3_coder", opens="<tool_call>\n<function=", named=">\n",
         style=Tags("<parameter=", ">\n", "\n</parameter>\n"),
         closes="</function>\n</tool_call>", words=PYTHON, enters=("<function=",),
+        ends_thought="<tool_call>\n<function=",
     ),
     Form(
         name="seed_oss", opens="<seed:tool_call>\n<function=", named=">\n",
@@ -142,8 +143,11 @@ _FORMS = (
         skips=("<|python_tag|>",),
     ),
 )  # fmt: skip
-# Harmony is no row: its messages are split by a parser of their own.
-HARMONY = Form(name="harmony", style=Json())
+# Harmony is no row: its messages are split by a parser of their own. So are its calls in a grammar.
+HARMONY = Form(
+    name="harmony", opens="<|channel|>commentary to=functions.",
+    named=" <|constrain|>json<|message|>", single=True,
+)  # fmt: skip
 # What tells a form where a template writes no calls, in what it says of tools or elsewhere; the
 # first that is there counts.
 SIGNS = (

@@ -67,11 +67,12 @@ def rules_of(
     made = _Rules(form, spelling, bounds)
     for i, function in enumerate(functions):
         made.call(i, function)
-    made.rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
+    made.rules.append("told: " + " | ".join(f"call_{i}" for i in range(len(functions))))
+    made.rule("call", made.literal(form.opens), "told")
     between, most = made.literal(form.between), 1 if form.single else num_calls
     more = f"{{0,{most - 1}}}" if most else "*"
-    several = "" if most == 1 else f"({between} call){more}"
-    made.rule("calls", made.literal(form.first), "call", several, made.literal(form.last))
+    made.rule("more", "" if most == 1 else f"({between} call){more}", made.literal(form.last))
+    made.rule("calls", made.literal(form.first), "call", "more")
     made.rules.append(CALL_ID)
     return CallRules(made.parts, made.rules, list(dict.fromkeys(made.unkept)))
 
@@ -89,7 +90,7 @@ class _Rules:
 
     def literal(self, text: str) -> str:
         """`text` in a rule, with any id where one stands in it."""
-        return " call_id ".join(self._spelling.literal(part) for part in text.split(ID)).strip()
+        return literal(text, self._spelling)
 
     def rule(self, name: str, *what: str) -> str:
         """Add a rule, of which empty parts are left out; returns its name."""
@@ -108,9 +109,8 @@ class _Rules:
         else:
             arguments = self._sequence(name, schema)
             ends = style.ends if isinstance(style, Pairs) else ""
-        opens, named = self.literal(form.opens), self.literal(form.named)
-        spelled = quoted(function.name)
-        self.rule(f"call_{i}", opens, spelled, named, arguments, self.literal(ends + form.closes))
+        self.rule(f"rest_{i}", arguments, self.literal(ends + form.closes))
+        self.rule(f"call_{i}", quoted(function.name), self.literal(form.named), f"rest_{i}")
 
     def _sequence(self, name: str, schema: Mapping[str, Any]) -> str:
         """Arguments by a schema: one rule for all from the i-th on, before the first and behind."""
@@ -238,8 +238,8 @@ class _Rules:
         if first is not pieces[0]:
             self.rules.append(f"{name}_TEXT: " + _all(bodies, regex(space)))
             ways = f"({ways} | {name}_TEXT {' '.join(rest[bool(space) :])})"
-        spoken = self._spelling.spoken_but(piece for piece in pieces if isinstance(piece, int))
-        if spoken and not patterns and not least and char == ".":
+        spoken = self._spelling.any_of(self._spelling.spoken - {*pieces})
+        if spoken and not patterns and not least and most is None and char == ".":
             self.rules.append(f"{name}_PART: /{body}/")
             ways = f"({name}_PART {spoken}){{0,{MAX_MORE}}} {ways}"
         return ways
@@ -271,6 +271,11 @@ class _Rules:
         if found and self._strict:
             raise invalid(f"{found[0]}: no grammar of this form keeps to it", "tools")
         self.unkept += found
+
+
+def literal(text: str, spelling: Spelling) -> str:
+    """`text` in a rule, with any id where one stands in it."""
+    return " call_id ".join(spelling.literal(part) for part in text.split(ID)).strip()
 
 
 def regex(text: str) -> str:
