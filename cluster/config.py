@@ -108,7 +108,8 @@ class LocalRayConfig(Section):
     """The Ray that `serve` starts when there is none to join."""
 
     num_cpus: Auto | NonNegativeInt = "auto"
-    """CPUs that Ray counts; auto: the machine's, or more if the workers reserve more."""
+    """CPUs that Ray counts; auto: 4 times the machine's, or what the workers reserve if that is
+    more: workers share them, and further ones may come (kvlane scale)."""
     num_gpus: Auto | NonNegativeInt = "auto"
     """GPUs that Ray counts; auto: the machine's."""
     object_store_bytes: int = Field(default=100_000_000, ge=80_000_000)

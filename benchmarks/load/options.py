@@ -85,6 +85,7 @@ class Options:
 def parser() -> argparse.ArgumentParser:
     """The flags of a run; a flag whose `dest` is a field of `Options` becomes that field."""
     made = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="kvlane bench",
         usage="kvlane bench [run | report | selfcheck | stub] [options]",
         description="Measure an OpenAI-compatible server.",

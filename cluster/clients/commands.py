@@ -15,7 +15,9 @@ Urls = Callable[[], list[str]]
 
 def add_to(commands: Any, running: Urls) -> None:
     """Add them to the subparsers of argparse. `running`: URLs of what this machine serves."""
-    chat = commands.add_parser("chat", help="talk to a server; reads standard input")
+    chat = commands.add_parser(
+        "chat", allow_abbrev=False, help="talk to a server; reads standard input"
+    )
     chat.add_argument("message", nargs="?", default="", help="ask this only")
     _add_server(chat, running)
     chat.add_argument("--model", metavar="NAME", help="default: the first it serves")
@@ -24,7 +26,9 @@ def add_to(commands: Any, running: Urls) -> None:
     chat.add_argument("--temperature", type=float, metavar="T")
     chat.set_defaults(command=_chat)
 
-    top = commands.add_parser("top", help="show workers, load and latencies, as they change")
+    top = commands.add_parser(
+        "top", allow_abbrev=False, help="show workers, load and latencies, as they change"
+    )
     _add_server(top, running)
     top.add_argument("--interval", type=float, default=1.0, metavar="S", help="default: 1")
     top.add_argument(

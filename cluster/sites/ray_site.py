@@ -77,6 +77,19 @@ class RaySite(Site):
         self._orders.tell("decide", self.given, self.config)
         return [holding.record for holding in self._holdings.values()]
 
+    async def add(self, records: Sequence[Record]) -> None:
+        """Reserve room for further names. Raises NoPlacement; then they are forgotten."""
+        names = [record.name for record in records]
+        self._holdings |= {record.name: Holding(record) for record in records}
+        try:
+            await self._place(names)
+        except BaseException:
+            for name in names:
+                del self._holdings[name]
+            raise
+        for name in names:
+            self._tell_if_far(name)
+
     async def change(self, given: Config) -> None:
         """The configuration of processes from now on; where they are, and how KV goes, stays."""
         config = await self._with_devices(given)
@@ -186,6 +199,13 @@ class RaySite(Site):
             await self._hold(replace(holding, group=None, ranks=()))
             await _given_back(group)
         await self._place([name])
+        self._tell_if_far(name)
+        group = self._holdings[name].group
+        assert group is not None
+        return group
+
+    def _tell_if_far(self, name: str) -> None:
+        """Warn of a worker that has been placed where the transport does not reach it."""
         transport = self.config.transport
         local = transport.name if transport.name == "shm" else transport.kind
         is_near = transport.name != "mixed" and local in ("shm", "nvlink")
@@ -197,9 +217,6 @@ class RaySite(Site):
                 name,
                 local,
             )
-        group = self._holdings[name].group
-        assert group is not None
-        return group
 
     async def _place(self, names: Sequence[str]) -> None:
         """Find room for names; noted at once, as nothing is in it yet."""

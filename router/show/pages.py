@@ -33,6 +33,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",  # ask again, by the ETag: an upgrade changes files, not names
 }
+ANSWERED = {"stop", "length"}
 UNSTORED = {"cache-control": "no-store"}
 LINKS = ("docs", "openapi.json", "v1/models", "ready", "dashboard")
 
@@ -101,8 +102,12 @@ class Pages:
         parts = [own, *(part for part in other_parts.values() if part is not None)]
         changes = front.served.members.changes()
         routers, workers = self._rows({own.name: own, **other_parts}, changes)
-        state, summary = board.verdict(workers, routers)
+        expected = front.served.members.expects("decode")
+        state, summary = board.verdict(workers, routers, expected=expected)
         outcomes = board.counted(part.outcomes for part in parts)
+        errors = {code: num for code, num in outcomes.items() if code not in NO_FAULT}
+        if errors and state != "bad" and not outcomes.keys() & ANSWERED:
+            state, summary = "bad", f"Every request fails: {', '.join(errors)}"
         spreads = board.spreads(parts)
         return Board(
             state=state,
@@ -115,7 +120,7 @@ class Pages:
             running=sum(part.running for part in parts),
             waiting=sum(part.waiting for part in parts),
             outcomes=outcomes,
-            errors={code: num for code, num in outcomes.items() if code not in NO_FAULT},
+            errors=errors,
             prompt_tokens=sum(part.prompt_tokens for part in parts),
             cached_tokens=sum(part.cached_tokens for part in parts),
             prefills=board.counted(part.prefills for part in parts),

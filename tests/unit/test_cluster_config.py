@@ -224,7 +224,7 @@ def test_every_rank_counts() -> None:
     assert (config.prefill.num_gpus, config.decode.num_gpus) == (1, 1)
     assert (reserved(config, "GPU"), reserved(config, "CPU")) == (10, 10)
     assert config.routers.num == 4
-    assert num_cpus(load(None, ["decode.tp=64"])) == 65
+    assert num_cpus(load(None, ["decode.tp=64"])) == 4 * 65
     assert (config.worker("decode").tp, config.worker("prefill").tp) == (4, 2)
 
 
