@@ -20,8 +20,9 @@ from typing import Any
 
 import yaml
 
-from cluster import logs, operators
+from cluster import logs
 from cluster.clients import commands as clients
+from cluster.clients import operators
 from cluster.config import Config, origins
 from cluster.control.replicas import ReplicaStatus
 from cluster.flags import add_flags, given, load_config, tell_aliases
@@ -70,7 +71,7 @@ def _run_command(words: Sequence[str]) -> int:
     if words[:1] != ["serve"]:  # which has its own way, see `supervisor`
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if words[:1] == ["bench"]:
-        return clients.bench(words[1:])
+        return clients.bench(words[1:], _urls)
     if words[:1] == ["--version"]:
         from router.show.status import version  # which others need not wait for
 
@@ -159,7 +160,7 @@ def parser_of_commands() -> argparse.ArgumentParser:
     command("down", _down, "end what runs, if anything does")
     for parser_of_json in (status, doctor):
         parser_of_json.add_argument("--json", action="store_true", help="print JSON")
-    clients.add_to(commands, lambda: [url for r in all_running(_runtime_dir()) for url in r.urls])
+    clients.add_to(commands, _urls)
     return parser
 
 
@@ -337,6 +338,11 @@ def _prepare_environment() -> None:
 def _ask_for_token(path: str) -> None:
     """Ray's processes answer whoever knows what the file at `path` says; set before it starts."""
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": path}
+
+
+def _urls() -> list[str]:
+    """Of what this machine serves."""
+    return [url for serve in all_running(_runtime_dir()) for url in serve.urls]
 
 
 def _runtime_dir() -> Path:

@@ -40,7 +40,7 @@ def measured(options: Options) -> Result:
 
     Raises ValueError if the options do not fit the workload, ConnectionError if nobody answers.
     """
-    row = asyncio.run(discover(options.urls[0], options.headers))
+    row = asyncio.run(discover(options.urls[0], options.headers, options.cacert))
     name = options.tokenizer or ("tiny" if row["id"] == "tiny" else "")
     tokenizer = words.load(name) if name else None
     target = _target(options, row)
@@ -78,6 +78,7 @@ def _target(options: Options, row: dict[str, Any]) -> Target:
         options.headers,
         options.extra,
         stages=row.get("owned_by") == "kvlane",
+        cacert=options.cacert,
     )
 
 

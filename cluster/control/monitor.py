@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from cluster.config import WorkerRole
 from cluster.control.herald import Herald
@@ -34,6 +35,7 @@ class Monitor:
 
     def __init__(self, replicas: Sequence[Replica], around: Surroundings) -> None:
         self.events: list[Event] = []
+        self._note = partial(_noted, self.events)
         self._replicas = {replica.name: replica for replica in replicas}
         self._site, self._config = around.site, around.config
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -224,9 +226,10 @@ class Monitor:
         replica.gone.set()
         self._note(replica, "removed")
 
-    def _note(self, replica: Replica, text: str) -> None:
-        log.debug("%s: %s", replica.name, text)  # `serve` prints the event
-        self.events.append(Event(replica.name, replica.state, text))
+
+def _noted(events: list[Event], replica: Replica, text: str) -> None:
+    log.debug("%s: %s", replica.name, text)  # `serve` prints the event
+    events.append(Event(replica.name, replica.state, text))
 
 
 async def report_of(replica: Replica) -> Report | None:

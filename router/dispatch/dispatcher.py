@@ -316,7 +316,7 @@ class Dispatcher:
             code, message = "busy", "no decode worker had room in time"
         if late_s:
             message = "no decode worker will have room in time"
-        if not self._members.expects("decode"):
+        if not self._members.expects_decode:
             code, message, late_s = "no_worker", NONE_EXPECTED, NONE_EXPECTED_S
         self.give_up(req, ApiError(code, message, retry_after_s=max(1, math.ceil(late_s))))
 

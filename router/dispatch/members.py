@@ -65,7 +65,7 @@ class Members:
         self._changes: Sequence[Change] = ()
         self._starting: Sequence[Start] = ()
         self._noted_at = 0.0
-        self._roles: Sequence[Role] | None = None
+        self.expects_decode = True  # some decode worker lives, starts or will; False: all drained
 
     def note_changes(
         self,
@@ -81,7 +81,7 @@ class Members:
         """
         known = set(map(IDENTITY, self._changes))
         self._changes, self._starting, self._noted_at = changes, starting, time.monotonic()
-        self._roles = roles
+        self.expects_decode = roles is None or "decode" in roles
         deaths = [c for c in changes if c.state == "lost" and c.role in WORKERS]
         return [death for death in deaths if IDENTITY(death) not in known] if known else []
 
@@ -94,10 +94,6 @@ class Members:
         """Who is not ready yet, as of now."""
         age_s = time.monotonic() - self._noted_at
         return [replace(start, since_s=start.since_s + age_s) for start in self._starting]
-
-    def expects(self, role: Role) -> bool:
-        """Whether some process of this role lives, starts or will; False: all were drained."""
-        return self._roles is None or role in self._roles
 
     def update(self, members: Sequence[Member]) -> tuple[list[Member], list[Known]]:
         """Take the whole new list; returns the workers that came, and those that went."""

@@ -167,7 +167,7 @@ class Queue:
         if req.waiting_since is not None and now - req.waiting_since >= self._queue_timeout_s:
             self._expired(req, 0.0)
             return
-        if not self._members.expects("decode"):
+        if not self._members.expects_decode:
             self._expired(req, 0.0)
             return
         late_s = 0.0 if first else self._waiting.wait_s(req.client) - SURE * self._queue_timeout_s
@@ -193,7 +193,7 @@ class Queue:
             route = self._policy.choose(req.prompt, among, prefill, req.salt)
             self._send(req, route, after)
         doomed: list[Req] = []
-        if not self._members.expects("decode"):
+        if not self._members.expects_decode:
             doomed, self._begun = [*self._begun, *self._waiting.all()], []
         elif self._begun and self._members.live("decode"):
             listed = [known.member for known in self._members.all()]

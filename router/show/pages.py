@@ -102,7 +102,7 @@ class Pages:
         parts = [own, *(part for part in other_parts.values() if part is not None)]
         changes = front.served.members.changes()
         routers, workers = self._rows({own.name: own, **other_parts}, changes)
-        expected = front.served.members.expects("decode")
+        expected = front.served.members.expects_decode
         state, summary = board.verdict(workers, routers, expected=expected)
         outcomes = board.counted(part.outcomes for part in parts)
         errors = {code: num for code, num in outcomes.items() if code not in NO_FAULT}

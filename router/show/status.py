@@ -110,7 +110,7 @@ class StatusRoutes:
 
     def _why_none(self) -> str:
         """Why no decode worker is there."""
-        if not self._served.members.expects("decode"):
+        if not self._served.members.expects_decode:
             return NONE_EXPECTED
         starting = self._served.members.starting()
         starts = [f"{start.name} is {start.text}" for start in starting if start.role == "decode"]

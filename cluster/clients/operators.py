@@ -1,4 +1,4 @@
-"""What an operator asks of a cluster that runs: its state, and changes while it serves."""
+"""What an operator asks of a controller: the state of its cluster, changes while that serves."""
 
 import argparse
 import json
