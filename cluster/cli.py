@@ -73,9 +73,9 @@ def _run_command(words: Sequence[str]) -> int:
     if words[:1] == ["bench"]:
         return clients.bench(words[1:], _urls)
     if words[:1] == ["--version"]:
-        from router.show.status import version  # which others need not wait for
+        from cluster.diagnose.facts import build  # which others need not wait for
 
-        print(f"kvlane {version()}")
+        print(f"kvlane {build()}")
         return 0
     args = parser_of_commands().parse_args(words)
     command: Run = args.command
@@ -241,7 +241,7 @@ def _config(args: argparse.Namespace) -> int:
 
 def _doctor(args: argparse.Namespace) -> int:
     from cluster.diagnose import checks, running
-    from cluster.diagnose.facts import read_facts
+    from cluster.diagnose.facts import build, read_facts
     from cluster.diagnose.finding import has_failure, shown
 
     config = load_config(args)
@@ -260,7 +260,9 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.running or args.address:
         with _connected(args) as ask:
             cluster: running.ClusterExamination = ask("examine")
-        findings = list(running.of_cluster(config.transport, cluster))
+        findings = [
+            running.of_command(build(), cluster), *running.of_cluster(config.transport, cluster)
+        ]  # fmt: skip
     else:
         findings = checks.of_machine(config, _num_gpus(config), read_facts())
     print(shown(findings, as_json=args.json))

@@ -47,6 +47,9 @@ WorkerRole = Literal["prefill", "decode"]
 OF_BOTH = "engine"  # at the top level it stands for that section of both roles
 Resources = dict[str, float]
 
+NAMED_BY = {"model": "path", "spec": "drafter", "transport": "name"} | dict.fromkeys(
+    ("prefill", "decode", "routers"), "replicas"
+)
 STOP_MARGIN_S = 15.0  # beyond the configured time-outs
 
 
@@ -303,9 +306,14 @@ def _assigned(sets: Iterable[str]) -> Iterator[tuple[str, Any]]:
             raise UserError(f"--set {text}: the value is not YAML: {_one_line(error)}") from error
         path = key.strip()
         of_both = path.partition(".")[0] == OF_BOTH
-        yield from ((f"{role}.{path}", read) for role in ("prefill", "decode") if of_both)
-        if not of_both:
-            yield path, read
+        paths = [f"{role}.{path}" for role in ("prefill", "decode")] if of_both else [path]
+        yield from ((each, _section(each, read)) for each in paths)
+
+
+def _section(key: str, value: Any) -> Any:
+    """A value in place of one of these sections as that section: `model: tiny` names its path."""
+    leaf = NAMED_BY.get(key)
+    return value if leaf is None or isinstance(value, dict | None) else {leaf: value}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -319,7 +327,7 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected a mapping at the top, found {type(tree).__name__}")
-    return cast("dict[str, Any]", tree)
+    return {key: _section(key, value) for key, value in cast("dict[str, Any]", tree).items()}
 
 
 def put(tree: dict[str, Any], key: str, value: object) -> None:
@@ -341,6 +349,8 @@ def _explain(error: ValidationError) -> tuple[list[str], list[str]]:
         path = _path(entry["loc"])
         if entry["type"] == "extra_forbidden":
             message = "unknown key" + _suggestion(path)
+        elif entry["type"] == "model_type":
+            message = "a section: its keys stand below it"
         else:
             message = entry["msg"].removeprefix("Value error, ")
         problems.setdefault(path, []).append(message)

@@ -150,7 +150,7 @@ class Commands:
         async with self._changing() as monitor:
             check_scale(self._site.config, wanted)
             further, leaving = to_scale(wanted, monitor.replicas())
-            drained = {name: monitor.replica(name).role for name in leaving}
+            drained: dict[str, Role] = {name: monitor.replica(name).role for name in leaving}
             staying = [r for r in monitor.replicas() if r.name not in leaving]
             last = [n for n in leaving if nobody_goes_on(monitor.replica(n), staying)]
             others = [name for name in leaving if name not in last]

@@ -16,7 +16,19 @@ from worker.errors import UserError
 COMMANDS = {
     "chat": ["hello", "--max-tokens", "1"],
     "top": [],
-    "bench": ["--num", "1", "--concurrency", "1", "--warmup", "0", "--processes", "1", "--quiet"],
+    "bench": [
+        "--num",
+        "1",
+        "--concurrency",
+        "1",
+        "--warmup",
+        "0",
+        "--processes",
+        "1",
+        "--quiet",
+        "--extra",
+        '{"max_tokens": 8}',
+    ],
 }
 
 
