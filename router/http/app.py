@@ -157,7 +157,7 @@ class RouterServer:
         )
         # The last that the controller has sent, also from before the start.
         self.listed: tuple[Member, ...] = ()
-        self._told: tuple[Sequence[Change], Sequence[Start]] = ((), ())
+        self._told: tuple[Sequence[Change], Sequence[Start], Sequence[Role] | None] = ((), (), None)
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
