@@ -72,7 +72,8 @@ class FormParser(Calls):
     def _content(self) -> Parsed | None:
         if self._called and not self._said:  # white space behind calls separates them
             self._text = self._text.lstrip()
-        text, found = self._text, self._mark.search(self._text)
+        text = self._text  # of what is here already only white space at its beginning may be long
+        found = self._mark.search(text, len(text) - len(text.lstrip()))
         kept = (text[: found.start()] if found else sure(text, *self._form.marks)).rstrip()
         self._text = text[len(kept) :]
         if kept:

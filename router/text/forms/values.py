@@ -90,11 +90,15 @@ def escaped(text: str) -> str:
 
 
 def loaded(text: str) -> Any:
-    """The value of a text of JSON; Ellipsis: it is none."""
+    """The value of a text of JSON, to which NaN and Infinity are none; Ellipsis: it is none."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refused)
     except (ValueError, RecursionError):
         return ...
+
+
+def _refused(name: str) -> Any:
+    raise ValueError(name)
 
 
 def fields_of(text: str) -> dict[str, tuple[Any, str]]:
