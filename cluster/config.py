@@ -310,10 +310,10 @@ def _assigned(sets: Iterable[str]) -> Iterator[tuple[str, Any]]:
         yield from ((each, _section(each, read)) for each in paths)
 
 
-def _section(key: str, value: Any) -> Any:
-    """A value in place of one of these sections as that section: `model: tiny` names its path."""
-    leaf = NAMED_BY.get(key)
-    return value if leaf is None or isinstance(value, dict | None) else {leaf: value}
+def _section(key: str, value: object) -> object:
+    """A value in the place of a section as that section: `model: tiny` names its path."""
+    is_leaf = key in NAMED_BY and isinstance(value, str | int | float)
+    return {NAMED_BY[key]: value} if is_leaf else value
 
 
 def _read(path: Path) -> dict[str, Any]:

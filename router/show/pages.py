@@ -33,7 +33,6 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",  # ask again, by the ETag: an upgrade changes files, not names
 }
-ANSWERED = {"stop", "length"}
 UNSTORED = {"cache-control": "no-store"}
 LINKS = ("docs", "openapi.json", "v1/models", "ready", "dashboard")
 
@@ -106,7 +105,7 @@ class Pages:
         state, summary = board.verdict(workers, routers, expected=expected)
         outcomes = board.counted(part.outcomes for part in parts)
         errors = {code: num for code, num in outcomes.items() if code not in NO_FAULT}
-        if errors and state != "bad" and not outcomes.keys() & ANSWERED:
+        if errors == outcomes != {} and state != "bad":
             state, summary = "bad", f"Every request fails: {', '.join(errors)}"
         spreads = board.spreads(parts)
         return Board(
