@@ -44,7 +44,7 @@ def status_table(rows: Sequence[ReplicaStatus], now: float) -> str:
          span(now - r.ready_at) if r.ready_at else "", str(r.restarts), r.node,
          " ".join(map(str, r.pids)), r.address if r.role == "router" else "", r.metrics_address,
          r.incarnation)
-        for r in rows
+        for r in sorted(rows, key=lambda r: (r.role, len(r.name), r.name))
     ]  # fmt: skip
     busy = {r.name: [f"{n} {c}" for n, c in (r.counters or {}).items() if c] for r in rows}
     lines = [text(f"{name}: {', '.join(counts)}") for name, counts in busy.items() if counts]

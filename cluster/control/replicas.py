@@ -198,7 +198,7 @@ def last_of_its_kind(name: str, replicas: Sequence[Replica]) -> str:
     if any(r.role == replica.role and r is not replica and not r.leaving for r in replicas):
         return ""
     kind = "router" if replica.role == "router" else "decode worker"
-    remedy = "drain without a name ends the whole cluster"
+    remedy = "scale starts others, drain without a name ends the whole cluster"
     return f"{name} is the last {kind}: without it no request is answered ({remedy})"
 
 
