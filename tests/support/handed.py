@@ -1,6 +1,6 @@
 """Run a script that was written for an earlier layout of the packages.
 
-    python -m tests.support.handed ../shared/cases/checkpoints.py --slow
+    python -m tests.support.handed SCRIPT [ITS ARGUMENTS]
 
 Its imports find the modules where they are now.
 """
