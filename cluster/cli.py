@@ -143,7 +143,7 @@ def parser_of_commands() -> argparse.ArgumentParser:
     doctor.add_argument("--ports", action="store_true", help="show its ports, and who is let in")
     drain = command("drain", _asked(operators.drain), "finish running requests, then stop")
     drain.add_argument("name", nargs="?", help="one worker or router; default: the whole cluster")
-    drain.add_argument("--timeout", type=float, metavar="S", help="cut requests off after S s")
+    drain.add_argument("--timeout", type=float, metavar="S", help="hand over or cut off after S s")
     about = "replace workers one after another, also with other settings (--set) or weights"
     restarted = command("restart", restart, about)
     restarted.add_argument("name", nargs="?", help="one worker or router; default: all workers")

@@ -16,6 +16,7 @@ from worker.api import Role
 from worker.errors import UserError
 
 CUT_OFF = "; requests were cut off"
+HANDED_OVER = "; others go on with what it had begun"
 SCALED: dict[str, Role] = {"prefill": "prefill", "decode": "decode", "router": "router"}
 
 Ask = Callable[..., Any]  # calls a method of the controller, by name
@@ -53,11 +54,15 @@ def status_table(rows: Sequence[ReplicaStatus], now: float) -> str:
 
 def drain(args: argparse.Namespace, ask: Ask) -> int:
     """Finish what one name, or everything, has to do, and end it."""
-    if args.name and (warning := ask("warning", args.name)):
+    warning: str = ask("warning", args.name) if args.name else ""
+    if warning:
         print(f"warning: {warning}", file=sys.stderr)
     idle: bool = ask("drain", args.name, args.timeout)
-    print(f"{args.name or 'the cluster'} is drained" + ("" if idle else CUT_OFF))
-    return 0 if idle else 1
+    # What a worker has begun others go on with; what a router has ends with it.
+    ends = not args.name or warning or args.name.startswith("router-")
+    left = "" if idle else CUT_OFF if ends else HANDED_OVER
+    print(f"{args.name or 'the cluster'} is drained{left}")
+    return int(left == CUT_OFF)
 
 
 def scale(args: argparse.Namespace, ask: Ask) -> int:

@@ -74,6 +74,12 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str, **answers: Any) -> tuple[i
     [
         (["drain", "decode-0"], {}, 0, "decode-0 is drained\n"),
         (["drain"], {"drain": False}, 1, "the cluster is drained; requests were cut off\n"),
+        (["drain", "decode-0"], {"drain": False}, 0,
+         "decode-0 is drained; others go on with what it had begun\n"),
+        (["drain", "decode-0"], {"drain": False, "warning": "the last one"}, 1,
+         "decode-0 is drained; requests were cut off\nwarning: the last one\n"),
+        (["drain", "router-1"], {"drain": False}, 1,
+         "router-1 is drained; requests were cut off\n"),
         (["restart"], {}, 0, "every worker was restarted\n"),
         (["restart", "decode-0"], {}, 0, "decode-0 was restarted\n"),
         (["restart"], {"restart": UserError("no worker")}, 2, "error: no worker\n"),
