@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,10 @@ import yaml
 
 from cluster import logs
 from cluster.clients import commands as clients
-from cluster.config import Config, changed, load, origins
+from cluster.clients import operators
+from cluster.config import Config, origins
 from cluster.control.replicas import ReplicaStatus
-from cluster.flags import add_flags, given, tell_aliases
+from cluster.flags import add_flags, given, load_config, tell_aliases
 from cluster.search_path import leave_directory
 from cluster.serve.lifetime import NothingRuns, all_running, find_running, made_token
 from cluster.serve.supervisor import Lent, Limits, supervise
@@ -47,7 +47,6 @@ RAY_SETTINGS = {
 JOINED_GRACE_S = 3.0  # on a Ray that we joined, after a signal while they start
 END_MARGIN_S = 10.0
 NEXT_CONTROLLER_S = 15.0  # for one to come where another one is gone
-CUT_OFF = "; requests were cut off"
 ONE_SERVE = "the Ray cluster it runs on; default: the serve of this machine"
 
 Run = Callable[[argparse.Namespace], int]
@@ -72,11 +71,11 @@ def _run_command(words: Sequence[str]) -> int:
     if words[:1] != ["serve"]:  # which has its own way, see `supervisor`
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if words[:1] == ["bench"]:
-        return clients.bench(words[1:])
+        return clients.bench(words[1:], _urls)
     if words[:1] == ["--version"]:
-        from router.show.status import version  # which others need not wait for
+        from cluster.diagnose.facts import build  # which others need not wait for
 
-        print(f"kvlane {version()}")
+        print(f"kvlane {build()}")
         return 0
     args = parser_of_commands().parse_args(words)
     command: Run = args.command
@@ -112,20 +111,22 @@ def parser_of_commands() -> argparse.ArgumentParser:
     """Of all commands but `bench`, which has its own."""
     parser = argparse.ArgumentParser(
         prog="kvlane",
+        allow_abbrev=False,
         description="Serve a language model with separate prefill and decode workers.",
     )
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Run, help: str, address: str = ONE_SERVE) -> Any:
-        added = commands.add_parser(name, help=help)
+        added = commands.add_parser(name, help=help, allow_abbrev=False)
         added.set_defaults(command=run)
-        if run in (_serve, _config, _doctor, _restart):
-            add_flags(added, positional=run is not _restart)  # which takes a worker's name
+        if run in (_serve, _config, _doctor, restart):
+            add_flags(added, positional=run is not restart)  # which takes a worker's name
         if address:
             added.add_argument("--address", metavar="HOST:PORT", help=address)
         return added
 
+    restart = _asked(operators.restart)
     joined = "join this Ray cluster instead of starting Ray here (also: RAY_ADDRESS)"
     serve = command("serve", _serve, "start a cluster and serve until Ctrl-C", joined)
     serve.add_argument("--offline", action="store_true", help="take no model from the network")
@@ -135,33 +136,32 @@ def parser_of_commands() -> argparse.ArgumentParser:
     kind.add_argument(
         "--explain", action="store_true", help="say what serve makes of each value, and why"
     )
-    status = command("status", _status, "show what runs")
+    status = command("status", _asked(operators.status), "show what runs")
     examined = "examine what runs on this Ray cluster"
     doctor = command("doctor", _doctor, "say what is wrong here, or with what runs", examined)
     doctor.add_argument("--running", action="store_true", help="examine the serve of this machine")
     doctor.add_argument("--ports", action="store_true", help="show its ports, and who is let in")
-    drain = command("drain", _drain, "finish running requests, then stop")
+    drain = command("drain", _asked(operators.drain), "finish running requests, then stop")
     drain.add_argument("name", nargs="?", help="one worker or router; default: the whole cluster")
-    drain.add_argument("--timeout", type=float, metavar="S", help="cut requests off after S s")
+    drain.add_argument("--timeout", type=float, metavar="S", help="hand over or cut off after S s")
     about = "replace workers one after another, also with other settings (--set) or weights"
-    restart = command("restart", _restart, about)
-    restart.add_argument("name", nargs="?", help="one worker or router; default: all workers")
-    role = command("role", _role, "make a worker a prefill or decode worker")
+    restarted = command("restart", restart, about)
+    restarted.add_argument("name", nargs="?", help="one worker or router; default: all workers")
+    scale = command("scale", _asked(operators.scale), "have so many workers, or routers, of a role")
+    scale.add_argument(
+        "wanted", nargs="+", type=operators.wanted, metavar="ROLE=N", help="decode=3"
+    )
+    role = command("role", _asked(operators.role), "make a worker a prefill or decode worker")
     role.add_argument("name", help="the worker")
     role.add_argument("role", choices=("prefill", "decode"))
-    for parser_of_change in (restart, role):
+    for parser_of_change in (restarted, scale, role):
         help_of_timeout = "hand requests over after S s; default: cluster.drain_timeout_s"
         parser_of_change.add_argument("--timeout", type=float, metavar="S", help=help_of_timeout)
     command("down", _down, "end what runs, if anything does")
     for parser_of_json in (status, doctor):
         parser_of_json.add_argument("--json", action="store_true", help="print JSON")
-    clients.add_to(commands, lambda: [url for r in all_running(_runtime_dir()) for url in r.urls])
+    clients.add_to(commands, _urls)
     return parser
-
-
-def load_config(args: argparse.Namespace) -> Config:
-    """The tree that a command line asks for; raises UserError as `load`."""
-    return load(args.config, args.set, {leaf: value for _, leaf, value in given(args)})
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -239,33 +239,9 @@ def _config(args: argparse.Namespace) -> int:
     return 0
 
 
-def _status(args: argparse.Namespace) -> int:
-    with _connected(args) as ask:
-        rows: list[ReplicaStatus] = ask("status")
-    if args.json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
-    else:
-        print(_status_table(rows))
-    return 0
-
-
-def _status_table(rows: Sequence[ReplicaStatus]) -> str:
-    from cluster.tables import plain, table, text
-
-    head = ("NAME", "STATE", "INCARNATION", "RESTARTS", "NODE", "PID", "METRICS")
-    cells = [
-        (r.name, ", ".join(filter(None, (r.state, r.progress))), r.incarnation, str(r.restarts),
-         r.node, " ".join(map(str, r.pids)) or str(r.pid), r.metrics_address)
-        for r in rows
-    ]  # fmt: skip
-    busy = {r.name: [f"{n} {c}" for n, c in (r.counters or {}).items() if c] for r in rows}
-    lines = [text(f"{name}: {', '.join(counts)}") for name, counts in busy.items() if counts]
-    return plain([table(head, cells), *lines])
-
-
 def _doctor(args: argparse.Namespace) -> int:
     from cluster.diagnose import checks, running
-    from cluster.diagnose.facts import read_facts
+    from cluster.diagnose.facts import build, read_facts
     from cluster.diagnose.finding import has_failure, shown
 
     config = load_config(args)
@@ -284,46 +260,13 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.running or args.address:
         with _connected(args) as ask:
             cluster: running.ClusterExamination = ask("examine")
-        findings = list(running.of_cluster(config.transport, cluster))
+        findings = [
+            running.of_command(build(), cluster), *running.of_cluster(config.transport, cluster)
+        ]  # fmt: skip
     else:
         findings = checks.of_machine(config, _num_gpus(config), read_facts())
     print(shown(findings, as_json=args.json))
     return int(has_failure(findings))
-
-
-def _drain(args: argparse.Namespace) -> int:
-    with _connected(args) as ask:
-        if args.name and (warning := ask("warning", args.name)):
-            print(f"warning: {warning}", file=sys.stderr)
-        idle: bool = ask("drain", args.name, args.timeout)
-    print(f"{args.name or 'the cluster'} is drained" + ("" if idle else CUT_OFF))
-    return 0 if idle else 1
-
-
-def _restart(args: argparse.Namespace) -> int:
-    from cluster.diagnose.checks import check_model, fetched
-
-    with _connected(args) as ask:
-        running: Config = ask("configuration")
-        flags = {leaf: value for _, leaf, value in given(args)}
-        config = load_config(args) if args.config else changed(running, args.set, flags)
-        if config.model != running.model or config.spec != running.spec:
-            config = fetched(config, offline=False).anchored(Path.cwd())
-            check_model(config)
-        ask("restart", args.name, config, _timeout_s(args, running))
-    print(f"{args.name or 'every worker'} was restarted")
-    return 0
-
-
-def _role(args: argparse.Namespace) -> int:
-    with _connected(args) as ask:
-        ask("turn", args.name, args.role, _timeout_s(args, ask("configuration")))
-    print(f"{args.name} is a {args.role} worker")
-    return 0
-
-
-def _timeout_s(args: argparse.Namespace, config: Config) -> float:
-    return config.cluster.drain_timeout_s if args.timeout is None else args.timeout
 
 
 def _down(args: argparse.Namespace) -> int:
@@ -336,8 +279,18 @@ def _down(args: argparse.Namespace) -> int:
     except NothingRuns as error:
         print(error)
         return 0
-    print("kvlane is down" + ("" if idle else CUT_OFF))
+    print("kvlane is down" + ("" if idle else operators.CUT_OFF))
     return 0
+
+
+def _asked(run: Callable[[argparse.Namespace, operators.Ask], int]) -> Run:
+    """A command that asks what runs."""
+
+    def connected(args: argparse.Namespace) -> int:
+        with _connected(args) as ask:
+            return run(args, ask)
+
+    return connected
 
 
 @contextmanager
@@ -387,6 +340,11 @@ def _prepare_environment() -> None:
 def _ask_for_token(path: str) -> None:
     """Ray's processes answer whoever knows what the file at `path` says; set before it starts."""
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": path}
+
+
+def _urls() -> list[str]:
+    """Of what this machine serves."""
+    return [url for serve in all_running(_runtime_dir()) for url in serve.urls]
 
 
 def _runtime_dir() -> Path:

@@ -47,6 +47,9 @@ WorkerRole = Literal["prefill", "decode"]
 OF_BOTH = "engine"  # at the top level it stands for that section of both roles
 Resources = dict[str, float]
 
+NAMED_BY = {"model": "path", "spec": "drafter", "transport": "name"} | dict.fromkeys(
+    ("prefill", "decode", "routers"), "replicas"
+)
 STOP_MARGIN_S = 15.0  # beyond the configured time-outs
 
 
@@ -108,7 +111,8 @@ class LocalRayConfig(Section):
     """The Ray that `serve` starts when there is none to join."""
 
     num_cpus: Auto | NonNegativeInt = "auto"
-    """CPUs that Ray counts; auto: the machine's, or more if the workers reserve more."""
+    """CPUs that Ray counts; auto: 4 times the machine's, or what the workers reserve if that is
+    more: workers share them, and further ones may come (kvlane scale)."""
     num_gpus: Auto | NonNegativeInt = "auto"
     """GPUs that Ray counts; auto: the machine's."""
     object_store_bytes: int = Field(default=100_000_000, ge=80_000_000)
@@ -302,9 +306,14 @@ def _assigned(sets: Iterable[str]) -> Iterator[tuple[str, Any]]:
             raise UserError(f"--set {text}: the value is not YAML: {_one_line(error)}") from error
         path = key.strip()
         of_both = path.partition(".")[0] == OF_BOTH
-        yield from ((f"{role}.{path}", read) for role in ("prefill", "decode") if of_both)
-        if not of_both:
-            yield path, read
+        paths = [f"{role}.{path}" for role in ("prefill", "decode")] if of_both else [path]
+        yield from ((each, _section(each, read)) for each in paths)
+
+
+def _section(key: str, value: object) -> object:
+    """A value in the place of a section as that section: `model: tiny` names its path."""
+    is_leaf = key in NAMED_BY and isinstance(value, str | int | float)
+    return {NAMED_BY[key]: value} if is_leaf else value
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -318,7 +327,7 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected a mapping at the top, found {type(tree).__name__}")
-    return cast("dict[str, Any]", tree)
+    return {key: _section(key, value) for key, value in cast("dict[str, Any]", tree).items()}
 
 
 def put(tree: dict[str, Any], key: str, value: object) -> None:
@@ -340,6 +349,8 @@ def _explain(error: ValidationError) -> tuple[list[str], list[str]]:
         path = _path(entry["loc"])
         if entry["type"] == "extra_forbidden":
             message = "unknown key" + _suggestion(path)
+        elif entry["type"] == "model_type":
+            message = "a section: its keys stand below it"
         else:
             message = entry["msg"].removeprefix("Value error, ")
         problems.setdefault(path, []).append(message)

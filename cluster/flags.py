@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cluster.config import Config, load
 from worker.errors import UserError
 
 # Flag, the leaf that it sets, its type, its metavar, its help.
@@ -79,6 +80,11 @@ def given(args: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
         value = getattr(args, leaf)
         if value is not None:
             yield flag, leaf, value
+
+
+def load_config(args: argparse.Namespace) -> Config:
+    """The tree that a command line asks for; raises UserError as `load`."""
+    return load(args.config, args.set, {leaf: value for _, leaf, value in given(args)})
 
 
 def tell_aliases(args: argparse.Namespace, tell: Callable[[str, str], None]) -> None:

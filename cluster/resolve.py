@@ -18,6 +18,7 @@ from worker.start.check import EIGHT_BITS, ON_GPUS, kv_token_bytes, model_limits
 
 GRAIN = 10_000  # Ray counts a resource in units of 1/10,000
 DECODE_GPUS_PER_ROUTER = 2  # by the speeds in RoutersConfig.replicas
+SCALE = 4
 ROLES: tuple[WorkerRole, ...] = ("prefill", "decode")
 
 Chosen = dict[str, Choice]  # by the path of a leaf
@@ -189,9 +190,12 @@ def reserved(config: Config, resource: str) -> float:
 
 
 def num_cpus(config: Config) -> int:
-    """How many CPUs Ray shall count: the machine's, or more if the configuration reserves more."""
+    """How many CPUs Ray shall count: the machine's, or more if the configuration reserves more.
+
+    SCALE times as many: Ray only counts them, and what `kvlane scale` adds has to fit as well.
+    """
     config = with_devices(config, has_gpus=True)  # which needs no fewer routers than without
-    return max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))
+    return SCALE * max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))
 
 
 def _with(config: Config, chosen: Chosen, note: Note) -> Config:

@@ -10,13 +10,24 @@ from rich.text import Text
 
 GAP = 2
 ANY_WIDTH = 10_000
-STYLES = {"lost": "red", "silent": "red", "draining": "yellow", "starting": "yellow"}  # of states
+STYLES = {  # of states
+    **dict.fromkeys(("lost", "silent"), "red"),
+    **dict.fromkeys(("draining", "drained", "restarting", "turning", "starting"), "yellow"),
+}
 
 
 def text(line: str, style: str = "") -> Text:
     """A line as it is, but for characters that move a terminal's cursor."""
     printable = "".join(c if c.isprintable() else " " for c in line)
     return Text(printable, style, no_wrap=True, overflow="crop")
+
+
+def span(seconds: float) -> str:
+    """So much time, in the unit that people would say."""
+    for limit, unit_s, unit in ((100, 1, "s"), (6000, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} days"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Container[int] = ()) -> Table:

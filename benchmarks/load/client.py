@@ -12,6 +12,7 @@ from yarl import URL
 
 from benchmarks.load.pacer import now
 from benchmarks.load.records import Outcome, Turn
+from cluster.clients.find import trusted, untrusted
 
 MESSAGE_CHARS = 300
 
@@ -79,6 +80,7 @@ class Target:
     headers: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # fields of every body
     stages: bool = False  # ask kvlane where the time went
+    cacert: str = ""  # file of certificates to trust; "": as the machine does
 
     @property
     def path(self) -> str:
@@ -131,7 +133,9 @@ class Client:
         self._num_running = [0] * len(target.urls)
         self._num_asked = 0
         # The server's own ends of idle connections are never raced against: it closes, we see it.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=30, ssl=trusted(target.cacert) or True
+        )
         self._http = aiohttp.ClientSession(
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=target.timeout_s),
@@ -243,13 +247,13 @@ def _fail(outcome: Outcome, kind: str, message: str) -> None:
     outcome.error, outcome.message = outcome.error or kind, message[:MESSAGE_CHARS]
 
 
-async def discover(url: str, headers: dict[str, str]) -> dict[str, Any]:
+async def discover(url: str, headers: dict[str, str], cacert: str = "") -> dict[str, Any]:
     """The first model that the server lists; raises ConnectionError if there is none."""
     timeout = aiohttp.ClientTimeout(total=10)
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout, headers=headers) as http,
-            http.get(f"{url}/v1/models") as response,
+            http.get(f"{url}/v1/models", ssl=trusted(cacert) or True) as response,
         ):
             answer = await response.json() if response.status == 200 else {}
             rows = answer.get("data", []) if isinstance(answer, dict) else []
@@ -257,4 +261,5 @@ async def discover(url: str, headers: dict[str, str]) -> dict[str, Any]:
                 raise ConnectionError(f"{url}/v1/models lists no model (status {response.status})")
             return rows[0]
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise ConnectionError(f"{url} cannot be asked: {error or type(error).__name__}") from error
+        why = f"{error or type(error).__name__}{untrusted(error)}"
+        raise ConnectionError(f"{url} cannot be asked: {why}") from error

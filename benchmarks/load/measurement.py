@@ -23,6 +23,7 @@ WARMUP_SEED = 1_000_003
 PROGRESS_S, DRAWN_S = 5.0, 0.2  # in a file; on a terminal
 RECENT_S = 5.0  # what figures of the progress are of
 BAR_CHARS = 24
+RED, PLAIN = "\x1b[31m", "\x1b[0m"
 SETTLE_S = 2.0  # between probes, so that one that drowned does not judge the next
 
 
@@ -32,7 +33,19 @@ def run(options: Options) -> int:
     print(report.table(whole))
     if options.json_path:
         result.write(options.json_path, whole)
-    return 0 if any(not each.error for one in whole.runs for each in one.outcomes) else 1
+    outcomes = [each for one in whole.runs for each in one.outcomes]
+    if any(not each.error for each in outcomes):
+        return 0
+    print(failure(outcomes, is_terminal=sys.stderr.isatty()), file=sys.stderr)
+    return 1
+
+
+def failure(outcomes: Sequence[Outcome], *, is_terminal: bool) -> str:
+    """That nothing was served, and why not; red on a terminal."""
+    first = next(iter(outcomes), None)
+    why = f"the first one: {first.error} {first.message}" if first else "none was sent"
+    told = f"error: no request was served; {why}"
+    return f"{RED}{told}{PLAIN}" if is_terminal else told
 
 
 def measured(options: Options) -> Result:
@@ -40,7 +53,7 @@ def measured(options: Options) -> Result:
 
     Raises ValueError if the options do not fit the workload, ConnectionError if nobody answers.
     """
-    row = asyncio.run(discover(options.urls[0], options.headers))
+    row = asyncio.run(discover(options.urls[0], options.headers, options.cacert))
     name = options.tokenizer or ("tiny" if row["id"] == "tiny" else "")
     tokenizer = words.load(name) if name else None
     target = _target(options, row)
@@ -78,6 +91,7 @@ def _target(options: Options, row: dict[str, Any]) -> Target:
         options.headers,
         options.extra,
         stages=row.get("owned_by") == "kvlane",
+        cacert=options.cacert,
     )
 
 

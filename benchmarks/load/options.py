@@ -4,7 +4,6 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,8 +11,9 @@ import msgspec
 from benchmarks.load import prompts
 from benchmarks.load.records import Objectives
 from benchmarks.load.traces import READERS
+from cluster.clients.find import DEFAULT_URL, add_server, key_of
+from worker.errors import UserError
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 VLLM_NAMES = {"tpot": "itl", "e2el": "e2e"}
 PROCESSES_SHARE = 0.5  # of the machine's cores, at most, when nobody says how many
 
@@ -25,6 +25,8 @@ commands (kvlane bench COMMAND --help):
   stub                             a server with known delays
 
 without arguments: --concurrency 8 --num 64; --concurrency N alone: 8 N requests; --rate alone: 30 s
+
+--url A,B,… share the load among servers of one model
 
 workloads (--source):
   problems                         word problems with checkable answers
@@ -69,6 +71,7 @@ class Options:
     precision: float = 0.1
     extra: dict[str, Any] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
+    cacert: str = ""  # file of certificates to trust; "": as the machine does
     json_path: str = ""
     quiet: bool = False
 
@@ -85,6 +88,7 @@ class Options:
 def parser() -> argparse.ArgumentParser:
     """The flags of a run; a flag whose `dest` is a field of `Options` becomes that field."""
     made = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="kvlane bench",
         usage="kvlane bench [run | report | selfcheck | stub] [options]",
         description="Measure an OpenAI-compatible server.",
@@ -92,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("--url", help=f"of the server, without /v1; several: A,B,… share the load ({DEFAULT_URL})")
+    add_server(made)
     add("--model", default="", help="default: the first that it lists")
     add("--endpoint", choices=("chat", "completions"), default="chat")
     add("--no-stream", dest="streamed", action="store_false", help="ask for whole answers")
@@ -119,7 +123,6 @@ def parser() -> argparse.ArgumentParser:
     add("--max-len", type=int, default=0, help="prompt + output tokens; longer ones are clipped")
     add("--extra", default="{}", help="JSON object: further fields of every body")
     add("--header", action="append", default=[], metavar="NAME: VALUE")
-    add("--api-key-file", default="", help="its first line is sent as bearer token")
     add("--json", dest="json_path", default="", metavar="FILE", help="write all that was measured")
     add("--quiet", action="store_true", help="no progress")
     return made
@@ -221,13 +224,11 @@ def _headers(given: Sequence[str], key_file: str) -> dict[str, str]:
         if not colon:
             raise ValueError(f"--header: {each!r} has no colon")
         headers[name.strip()] = value.strip()
-    if key_file:
-        try:
-            key = Path(key_file).expanduser().read_text(encoding="utf-8").splitlines()[0].strip()
-        except (OSError, IndexError) as error:
-            raise ValueError(f"--api-key-file: {error}") from None
-        headers["Authorization"] = f"Bearer {key}"
-    return headers
+    try:
+        key = key_of(key_file)
+    except UserError as error:
+        raise ValueError(f"--api-key-file: {error}") from None
+    return headers | ({"Authorization": f"Bearer {key}"} if key else {})
 
 
 def _check(options: Options) -> None:

@@ -183,7 +183,7 @@ def side_by_side(named: Sequence[tuple[str, Sequence[Summary]]]) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """Print, and draw if asked; raises ValueError if a file is not a result."""
     parser = argparse.ArgumentParser(
-        prog="kvlane bench report", description="Results side by side."
+        allow_abbrev=False, prog="kvlane bench report", description="Results side by side."
     )
     parser.add_argument("results", nargs="+", metavar="RESULT", help="result file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a plot, HTML")

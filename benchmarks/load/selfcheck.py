@@ -79,7 +79,9 @@ def check(
 
 def main(argv: Sequence[str]) -> int:
     """Print both tables; 1 if a percentile of the steady run is further off than allowed."""
-    parser = argparse.ArgumentParser(prog="kvlane bench selfcheck", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="kvlane bench selfcheck", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--rate", type=float, default=200.0, help="requests per second")
     parser.add_argument("--num", type=int, default=4000, help="requests of the steady run")
     parser.add_argument("--stall", type=float, default=2.0, help="of the second run, seconds")

@@ -185,7 +185,9 @@ async def serve(options: StubOptions, host: str, port: int) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """A server with known delays."""
-    parser = argparse.ArgumentParser(prog="kvlane bench stub", description=main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="kvlane bench stub", description=main.__doc__, allow_abbrev=False
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: any free one, which is printed")
     for field in msgspec.structs.fields(StubOptions):

@@ -3,41 +3,47 @@
 import argparse
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from cluster.clients.find import Urls, add_server, found, key_of, trusted
 from worker.errors import UserError
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-Urls = Callable[[], list[str]]
+OTHER_BENCHES = {"report", "selfcheck", "stub", "-h", "--help"}  # that ask no server
 
 
 def add_to(commands: Any, running: Urls) -> None:
     """Add them to the subparsers of argparse. `running`: URLs of what this machine serves."""
-    chat = commands.add_parser("chat", help="talk to a server; reads standard input")
+    chat = commands.add_parser(
+        "chat", allow_abbrev=False, help="talk to a server; reads standard input"
+    )
     chat.add_argument("message", nargs="?", default="", help="ask this only")
-    _add_server(chat, running)
+    add_server(chat)
     chat.add_argument("--model", metavar="NAME", help="default: the first it serves")
     chat.add_argument("--system", default="", metavar="TEXT", help="system prompt")
     chat.add_argument("--max-tokens", type=int, metavar="N", help="of an answer")
     chat.add_argument("--temperature", type=float, metavar="T")
-    chat.set_defaults(command=_chat)
+    chat.set_defaults(command=_chat, running=running)
 
-    top = commands.add_parser("top", help="show workers, load and latencies, as they change")
-    _add_server(top, running)
+    top = commands.add_parser(
+        "top", allow_abbrev=False, help="show workers, load and latencies, as they change"
+    )
+    add_server(top)
     top.add_argument("--interval", type=float, default=1.0, metavar="S", help="default: 1")
     top.add_argument(
         "--once", action="store_true", help="print once, as where there is no terminal"
     )
     top.add_argument("--json", action="store_true", help="print JSON, once")
-    top.set_defaults(command=_top)
+    top.set_defaults(command=_top, running=running)
 
     commands.add_parser("bench", help="measure a server under load; see bench --help")
 
 
-def bench(argv: Sequence[str]) -> int:
+def bench(argv: Sequence[str], running: Urls = list) -> int:
     """The load harness, as `python -m benchmarks.load`: its client processes import that again."""
+    if not OTHER_BENCHES & {*argv} and not any(word.startswith("--url") for word in argv):
+        argv = [*argv, "--url", found("", running)]
     for package in ("benchmarks", "aiohttp"):
         if find_spec(package) is None and not {"-h", "--help"} & {*argv}:
             raise UserError(f"bench needs {package}: pip install 'kvlane[bench]'")
@@ -49,46 +55,33 @@ def bench(argv: Sequence[str]) -> int:
     return 0
 
 
-def _add_server(parser: argparse.ArgumentParser, running: Urls) -> None:
-    parser.set_defaults(running=running)
-    parser.add_argument("--url", default="", help="default: of the serve of this machine")
-    parser.add_argument("--api-key-file", default="", metavar="PATH", help="its first key is sent")
-
-
-def _address(args: argparse.Namespace) -> tuple[str, str]:
-    """URL and key, both such that a request can be made of them."""
+def _server(args: argparse.Namespace, timeout: Any) -> Any:
+    """Whom to ask; raises UserError for what no request can be made of."""
     import httpx
 
-    from router.http.keys import read_keys
+    from cluster.clients.server import Server
 
-    url = args.url or [*args.running(), DEFAULT_URL][0]
+    url = found(args.url, args.running)
     try:
         httpx.URL(url)
     except httpx.InvalidURL as error:
         raise UserError(f"--url {url}: {error}") from error
-    try:
-        known = sorted(read_keys(args.api_key_file), key=lambda key: not key.admin)
-        keys = [key.secret for key in known[:1]]  # one that opens operators' pages, if any does
-        return url, b"".join(keys).decode("ascii")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{args.api_key_file}: the first key is not ASCII") from error
+    return Server(url, key_of(args.api_key_file), timeout, verify=trusted(args.cacert) or True)
 
 
 def _chat(args: argparse.Namespace) -> int:
     from cluster.clients import chat
-    from cluster.clients.server import Server
 
     fields = {name: getattr(args, name) for name in ("model", "max_tokens", "temperature")}
     given = {name: value for name, value in fields.items() if value not in (None, "")}
-    with Server(*_address(args), chat.TIMEOUT) as server:
+    with _server(args, chat.TIMEOUT) as server:
         chat.converse(server, given, args.system, args.message)
     return 0
 
 
 def _top(args: argparse.Namespace) -> int:
     from cluster.clients import top
-    from cluster.clients.server import Server
 
-    with Server(*_address(args), top.TIMEOUT) as server:
+    with _server(args, top.TIMEOUT) as server:
         top.show(server, args.interval, once=args.once, as_json=args.json)
     return 0

@@ -1,10 +1,12 @@
 """A server that a command asks over HTTP."""
 
+import ssl
 from collections.abc import Generator
 from contextlib import contextmanager
 
 import httpx
 
+from cluster.clients.find import untrusted
 from worker.errors import WorldError
 
 
@@ -12,6 +14,7 @@ class Server(httpx.Client):
     """Whom to ask, and how.
 
     url: with or without /v1. key: bearer key; "": none. transport: of requests; None: the network.
+    verify: whose certificates count; True: those that this machine trusts, or SSL_CERT_FILE.
     """
 
     def __init__(
@@ -20,6 +23,7 @@ class Server(httpx.Client):
         key: str,
         timeout: httpx.Timeout,
         transport: httpx.BaseTransport | None = None,
+        verify: ssl.SSLContext | bool = True,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         super().__init__(
@@ -28,6 +32,7 @@ class Server(httpx.Client):
             timeout=timeout,
             follow_redirects=True,
             transport=transport,
+            verify=verify,
         )
 
     @contextmanager
@@ -36,7 +41,5 @@ class Server(httpx.Client):
         try:
             yield
         except httpx.HTTPError as error:
-            raise WorldError(
-                f"no answer from {self.url}: {error}; `kvlane serve` starts a server, --url names "
-                "another"
-            ) from error
+            remedy = untrusted(error) or "; `kvlane serve` starts a server, --url names another"
+            raise WorldError(f"no answer from {self.url}: {error}{remedy}") from error

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 
 from cluster.clients.server import Server
-from cluster.tables import plain, table, text
+from cluster.tables import plain, span, table, text
 from router.observe.board import Board, Latency, RouterRow, WorkerRow
 from worker.errors import UserError, WorldError
 
@@ -79,12 +79,16 @@ def decoded(answer: bytes) -> Board:
 def picture(board: Board, url: str, failure: str = "") -> list[RenderableType]:
     """All that the server at `url` has said, the most important first. failure: why that is old."""
     summary = f"{board.model} at {url}, kvlane {board.version}: {failure or board.summary}"
-    parts: list[RenderableType] = [text(summary, "bold"), *map(text, _load(board)), ""]
+    *load, errors = _load(board)
+    all_fail = 0 < sum(board.errors.values()) == sum(board.outcomes.values())
+    bad = failure or board.state == "bad"
+    parts: list[RenderableType] = [text(summary, "bold red" if bad else "bold")]
+    parts += [*map(text, load), text(errors, "red" if all_fail else ""), ""]
     parts += [_workers(board.workers), "", _routers(board.routers), ""]
     parts += [_latencies(board.latencies, board.window_s)]
     if board.changes:
         changes = [
-            (f"{_span(change.ago_s)} ago", change.name, change.state, change.text)
+            (f"{span(change.ago_s)} ago", change.name, change.state, change.text)
             for change in board.changes[:NUM_CHANGES]
         ]
         parts += ["", table(("CHANGE", "NAME", "STATE", ""), changes)]
@@ -100,13 +104,13 @@ def _load(board: Board) -> list[str]:
         f"({cached} cached), {rates.requests:.1f} ended/s, {board.running} running, "
         f"{board.waiting} waiting",
         f"disaggregated: {_transfers(board)}",
-        f"errors in {_span(board.window_s)}: {errors} (of {sum(board.outcomes.values())} ended)",
+        f"errors in {span(board.window_s)}: {errors} (of {sum(board.outcomes.values())} ended)",
     ]
 
 
 def _transfers(board: Board) -> str:
     pulled, prompts = board.prefills.get("pulled", 0), sum(board.prefills.values())
-    said = f"{pulled:,} of {prompts:,} prompts in {_span(board.window_s)}"
+    said = f"{pulled:,} of {prompts:,} prompts in {span(board.window_s)}"
     if not board.pull_s:
         return said
     rate = _bytes(board.pulled_bytes / board.pull_s)
@@ -156,7 +160,7 @@ def _routers(routers: Sequence[RouterRow]) -> Table:
 
 
 def _latencies(latencies: dict[str, Latency], window_s: float) -> Table:
-    head = (f"LATENCY, {_span(window_s)}", "P50", "P90", "P99", "COUNT")
+    head = (f"LATENCY, {span(window_s)}", "P50", "P90", "P99", "COUNT")
     rows = [
         (LATENCIES.get(name, name), *map(_seconds, (of.p50, of.p90, of.p99)), str(of.count))
         for name, of in latencies.items()
@@ -168,13 +172,6 @@ def _seconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
-
-
-def _span(seconds: float) -> str:
-    for limit, unit_s, unit in ((100, 1, "s"), (6000, 60, "min"), (172_800, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / unit_s:.0f} {unit}"
-    return f"{seconds / 86_400:.0f} days"
 
 
 @contextlib.contextmanager
@@ -202,7 +199,7 @@ def _watch(server: Server, interval_s: float, board: Board) -> None:
     answered_at, error = time.monotonic(), ""
     with Live(screen=True, refresh_per_second=DRAWN_PER_S) as live:
         while True:
-            old = _span(time.monotonic() - answered_at)
+            old = span(time.monotonic() - answered_at)
             failure = f"NO ANSWER for {old}, these figures are old: {error}" if error else ""
             live.update(Group(*picture(board, server.url, failure)), refresh=True)
             if pressed_q(interval_s):

@@ -1,12 +1,15 @@
 """What of a configuration may change while the cluster serves, and who takes it when."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count, islice
 from pathlib import Path
 
 from cluster.config import Config, WorkerRole, differences
-from cluster.control.replicas import Replica
+from cluster.control.replicas import Replica, State
 from cluster.resolve import ROLES, bundle_of
+from cluster.sites.process import Record
 from router.text import template
+from worker.api import Role
 from worker.config.checkpoint import tokens
 from worker.errors import UserError
 
@@ -51,6 +54,32 @@ def check_role(
         raise UserError(f"{role}.tp is {wanted.tp}, and {replica.name} has {mine.tp}", f"{role}.tp")
     if bundle_of(config, replica.role) != bundle_of(config, role):
         raise UserError(f"{role} workers reserve other resources than {replica.name} has")
+
+
+def check_scale(config: Config, wanted: Mapping[Role, int]) -> None:
+    """Raise UserError for a number of routers that the port of these does not allow."""
+    if wanted.get("router", 0) > 1 and config.routers.num == 1:
+        raise UserError(
+            "router: this serve has one, whose port is its own; for more: serve --router N",
+            "routers.replicas",
+        )
+
+
+def to_scale(
+    wanted: Mapping[Role, int], replicas: Sequence[Replica]
+) -> tuple[list[Record], list[str]]:
+    """Further names, and names that leave, for so many of each role as are wanted.
+
+    Of a role those leave first that are not ready, then those with the highest numbers.
+    """
+    taken, further, leaving = {r.name for r in replicas}, list[Record](), list[str]()
+    for role, num in wanted.items():
+        mine = [r for r in replicas if r.role == role and not r.leaving]
+        mine.sort(key=lambda r: (r.state is not State.READY, len(r.name), r.name))
+        leaving += [replica.name for replica in mine[num:]]
+        free = (name for i in count() if (name := f"{role}-{i}") not in taken)
+        further += [Record(name, role) for name in islice(free, max(0, num - len(mine)))]
+    return further, leaving
 
 
 def in_order(replicas: Sequence[Replica]) -> list[str]:

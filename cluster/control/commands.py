@@ -3,10 +3,19 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 from cluster.config import Config, WorkerRole, differences
-from cluster.control.change import check_change, check_role, in_order, is_last_of_its_model
+from cluster.control.change import (
+    check_change,
+    check_role,
+    check_scale,
+    in_order,
+    is_last_of_its_model,
+    to_scale,
+)
 from cluster.control.monitor import Monitor
 from cluster.control.replicas import Replica, ReplicaStatus, last_of_its_kind
 from cluster.control.tasks import in_time
@@ -14,11 +23,19 @@ from cluster.diagnose.running import ClusterExamination, WorkerAnswer
 from cluster.sites.estate import Orders
 from cluster.sites.handles import RayProcess, call
 from cluster.sites.ray_site import RaySite
+from worker.api import Role
 from worker.errors import KvlaneError, UserError, WorldError
 
 log = logging.getLogger("kvlane.controller")
 
 EXAMINE_TIMEOUT_S = 120.0
+
+
+class Scaled(NamedTuple):
+    """Names that came, and names that went."""
+
+    started: dict[str, Role]
+    drained: dict[str, Role]
 
 
 class Commands:
@@ -96,11 +113,11 @@ class Commands:
         as the others have another model, it finishes. Raises UserError for what cannot change so,
         and what a new process raises: then the configuration is the one before.
         """
-        if self._monitor is None or self._restarting.locked():
-            raise UserError("the cluster is being placed or restarted")
-        async with self._restarting:
-            monitor, before = self._monitor, self._site.given
+        async with self._changing() as monitor:
+            before = self._site.given
             names = in_order(monitor.replicas()) if name is None else [monitor.replica(name).name]
+            if not names:
+                raise UserError("there is no worker to restart; kvlane scale decode=1 starts one")
             check_change(before, config)
             await self._site.change(config)
             try:
@@ -117,13 +134,41 @@ class Commands:
         Raises UserError where it cannot be, and what the new process raises: then it has the role
         before.
         """
-        if self._monitor is None or self._restarting.locked():
-            raise UserError("the cluster is being placed or restarted")
-        async with self._restarting:
-            replica = self._monitor.replica(name)
+        async with self._changing() as monitor:
+            replica = monitor.replica(name)
             check_role(self._site.config, replica, role, self.replicas())
             waits = is_last_of_its_model(replica, self.replicas())
-            await self._monitor.renew(name, None if waits else timeout_s, role)
+            await monitor.renew(name, None if waits else timeout_s, role)
+
+    async def scale(self, wanted: Mapping[Role, int], timeout_s: float) -> Scaled:
+        """Have so many of each role; returns when those that come are ready, and others gone.
+
+        Who leaves hands over what it has not finished after timeout_s, unless nobody else can go on
+        with it. Raises UserError for what cannot be, NoPlacement, and what a new process raises:
+        then none of the new ones stays.
+        """
+        async with self._changing() as monitor:
+            check_scale(self._site.config, wanted)
+            further, leaving = to_scale(wanted, monitor.replicas())
+            drained: dict[str, Role] = {name: monitor.replica(name).role for name in leaving}
+            staying = [r for r in monitor.replicas() if r.name not in leaving]
+            last = [n for n in leaving if nobody_goes_on(monitor.replica(n), staying)]
+            others = [name for name in leaving if name not in last]
+            await asyncio.gather(  # first, as their room may be needed
+                monitor.drain(others, timeout_s), monitor.drain(last, None)
+            )
+            if further:
+                await self._site.add(further)
+                await monitor.add(further)
+        return Scaled({record.name: record.role for record in further}, drained)
+
+    @asynccontextmanager
+    async def _changing(self) -> AsyncGenerator[Monitor]:
+        """Raises UserError while another change goes on, or nothing is ready yet."""
+        if self._monitor is None or not self._ready.is_set() or self._restarting.locked():
+            raise UserError("the cluster is being started, scaled or restarted; try again later")
+        async with self._restarting:
+            yield self._monitor
 
     async def down(self) -> bool:
         """End everything, and `serve` too, as Ctrl-C there does; whether no request was cut off."""
@@ -132,6 +177,11 @@ class Commands:
             await self._placed.wait()
             return True
         return await self.drain(None, self._site.given.cluster.drain_timeout_s)
+
+
+def nobody_goes_on(replica: Replica, staying: Sequence[Replica]) -> bool:
+    """Whether what it has begun ends with it: a router's streams, or those of its model."""
+    return replica.role == "router" or is_last_of_its_model(replica, staying)
 
 
 def urls(replicas: Iterable[Replica]) -> tuple[str, ...]:

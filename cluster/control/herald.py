@@ -43,8 +43,9 @@ class Herald:
         members = [r.member for r in self._replicas.values() if r.member is not None]
         starts = [r.start for r in self._replicas.values()]
         starting = [start for start in starts if start is not None]
+        staying: set[Role] = {r.role for r in self._replicas.values() if not r.leaving}
         membership = Membership(
-            version, members, self._changes.listed(), self._controller, starting
+            version, members, self._changes.listed(), self._controller, starting, sorted(staying)
         )
         log.debug("members %d.%d: %s", *version, " ".join(m.peer for m in members) or "none")
         for receiver in self._replicas.values():

@@ -104,7 +104,7 @@ class Keeper:
         if member is None:
             self._note(replica, f"loading ({process.place})")
             member = await self._started(replica, process)
-        replica.member, replica.state = member, State.READY
+        replica.member, replica.state, replica.ready_at = member, State.READY, time.time()
         took = f"after {time.monotonic() - began_at:.1f} s"
         self._site.remember(replica.record)
         self.watch(replica)
@@ -160,13 +160,14 @@ class Keeper:
 
     def _leave(self, replica: Replica, why: KvlaneError) -> None:
         """Take the replica out of the members and tell all processes at once."""
-        member, replica.member, replica.state = replica.member, None, State.LOST
+        member, replica.member = replica.member, None
+        replica.state, text = replica.ended
         if member is not None:
-            self._note(replica, "stopping" if replica.is_stopped else "lost")
+            is_lost = replica.state is State.LOST
+            self._note(replica, f"{replica.state} {text}".rstrip())
             self._site.remember(replica.record)
             self._links.disconnect(member.peer)
-            state = "stopping" if replica.is_stopped else State.LOST
-            self._herald.announce(replica, state, "" if replica.is_stopped else str(why))
+            self._herald.announce(replica, replica.state, str(why) if is_lost else text)
 
 
 async def until_over(replica: Replica, process: Process, stop_timeout_s: float) -> None:

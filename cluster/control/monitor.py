@@ -10,13 +10,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from cluster.config import WorkerRole
 from cluster.control.herald import Herald
-from cluster.control.keeper import Keeper
+from cluster.control.keeper import MAX_EARLY_DEATHS, Keeper
 from cluster.control.replicas import Event, Replica, ReplicaStatus, State, address_stays
 from cluster.control.tasks import Background, in_time
-from cluster.sites.process import Report, Surroundings
+from cluster.sites.process import Record, Report, Surroundings
 from worker.api import Lost, PeerId
 from worker.errors import UserError, WorldError
 
@@ -34,6 +35,7 @@ class Monitor:
 
     def __init__(self, replicas: Sequence[Replica], around: Surroundings) -> None:
         self.events: list[Event] = []
+        self._note = partial(_noted, self.events)
         self._replicas = {replica.name: replica for replica in replicas}
         self._site, self._config = around.site, around.config
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -47,7 +49,7 @@ class Monitor:
         Raises UserError if a process cannot work as configured, WorldError if one died or did not
         start in time, several times.
         """
-        self._keep_all()
+        self._keep(self._replicas.values())
         while not all(replica.state is State.READY for replica in self._replicas.values()):
             await asyncio.wait((self._keeper.failed,), timeout=POLL_S)
             if self._keeper.failed.done():
@@ -64,7 +66,7 @@ class Monitor:
             if replica.member is not None:
                 self._keeper.watch(replica)
         self._herald.tell()
-        self._keep_all()
+        self._keep(self._replicas.values())
 
     def replicas(self) -> list[Replica]:
         """All names, for reading."""
@@ -110,6 +112,24 @@ class Monitor:
                 raise type(replica.failure)(f"{name}: {replica.failure}")
             await asyncio.sleep(POLL_S)
 
+    async def add(self, records: Iterable[Record]) -> None:
+        """Keep further names, for which there is room; returns when they are ready.
+
+        A process that cannot be started, or has died as often as a start allows, is the end of all
+        of them: they are removed, and what it raised is raised.
+        """
+        added = [Replica.of(record, None) for record in records]
+        self._replicas |= {replica.name: replica for replica in added}
+        self._keep(added)
+        self._herald.tell()  # from now on requests wait for them
+        while not all(replica.state is State.READY or replica.leaving for replica in added):
+            for replica in added:
+                failure, many = replica.failure, replica.restarts >= MAX_EARLY_DEATHS
+                if isinstance(failure, UserError) or (failure is not None and many):
+                    await self.drain((r.name for r in added if not r.gone.is_set()), 0.0)
+                    raise type(failure)(f"{replica.name}: {failure}")
+            await asyncio.sleep(POLL_S)
+
     def lost(self, peer: PeerId, lost: Lost) -> None:
         """A link is over. Who is silent is treated as dead.
 
@@ -152,8 +172,8 @@ class Monitor:
             idle &= await self.drain(names, drain_timeout_s)
         return idle
 
-    def _keep_all(self) -> None:
-        for replica in self._replicas.values():
+    def _keep(self, replicas: Iterable[Replica]) -> None:
+        for replica in replicas:
             self._tasks[replica.name] = asyncio.create_task(
                 self._keeper.keep(replica), name=replica.name
             )
@@ -202,13 +222,14 @@ class Monitor:
         await self._site.release(replica.name)
         self._replicas.pop(replica.name, None)
         if process is None:  # else `_leave` has said so
-            self._herald.announce(replica, "stopping", "it was not ready")
+            self._herald.announce(replica, State.DRAINED, "it was not ready")
         replica.gone.set()
-        self._note(replica, "stopped")
+        self._note(replica, "removed")
 
-    def _note(self, replica: Replica, text: str) -> None:
-        log.debug("%s: %s", replica.name, text)  # `serve` prints the event
-        self.events.append(Event(replica.name, replica.state, text))
+
+def _noted(events: list[Event], replica: Replica, text: str) -> None:
+    log.debug("%s: %s", replica.name, text)  # `serve` prints the event
+    events.append(Event(replica.name, replica.state, text))
 
 
 async def report_of(replica: Replica) -> Report | None:

@@ -24,7 +24,10 @@ class State(StrEnum):
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
-    LOST = "lost"  # dead or being killed; a new process follows unless the replica is leaving
+    DRAINED = "drained"  # ended or ending, as somebody wants it: the name goes, too
+    RESTARTING = "restarting"  # the same, and another process follows
+    TURNING = "turning"  # the same process goes on in the other role
+    LOST = "lost"  # dead or being killed; a new process follows
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,10 +48,12 @@ class ReplicaStatus:
     state: State
     incarnation: str
     restarts: int
-    node: str = ""  # this and the rest: until it is ready, nothing
+    ready_at: float = 0.0  # seconds since 1970; this and the rest: until it is ready, nothing
+    model: str = ""
+    node: str = ""
     pid: int = 0
     pids: tuple[int, ...] = ()  # of all ranks, `pid` first
-    address: str = ""
+    address: str = ""  # URL of a router, tcp:// of a worker
     metrics_address: str = ""
     counters: dict[str, int] | None = None  # None: it did not answer, either
     progress: str = ""  # of one that starts
@@ -68,6 +73,7 @@ class Replica:
     drain_timeout_s: float | None = None  # of one that is leaving or renewing
     turning: bool = False  # its process leaves its role and takes another, with its model
     failure: KvlaneError | None = None  # why its last process did not become ready
+    ready_at: float = 0.0  # when its process was, in seconds since 1970
     member: Member | None = None  # from ready until known to be dead, or stopped
     process: Process | None = None  # from its creation until it is gone for certain
     stage: Stage = START  # of the start of the process
@@ -82,7 +88,7 @@ class Replica:
         """Of a name that another monitor has left. process: ready or starting; None: none."""
         made = cls(
             record.name, record.role, State.STARTING, record.incarnation, record.restarts,
-            record.leaving, record.renewing, record.drain_timeout_s,
+            record.leaving, record.renewing, record.drain_timeout_s, ready_at=record.ready_at,
         )  # fmt: skip
         if process is not None:
             made.process, made.member = process, record.member
@@ -98,7 +104,7 @@ class Replica:
     @property
     def start(self) -> Start | None:
         """How far its process is, if it starts."""
-        if self.state is not State.STARTING:
+        if self.state not in (State.STARTING, State.TURNING):
             return None
         since_s, stage = time.monotonic() - self.began_at, self.stage
         return Start(self.name, self.role, self.incarnation, stage.name, stage.part, since_s)
@@ -113,13 +119,23 @@ class Replica:
         """What another monitor has to know of it."""
         return Record(
             self.name, self.role, self.incarnation, self.restarts, self.process is not None,
-            self.member, self.leaving, self.renewing, self.drain_timeout_s,
+            self.member, self.leaving, self.renewing, self.drain_timeout_s, self.ready_at,
         )  # fmt: skip
+
+    @property
+    def ended(self) -> tuple[State, str]:
+        """The state of one whose process is no member any more, and more of it for people."""
+        if self.leaving:
+            return State.DRAINED, ""
+        if self.turning:
+            return State.TURNING, f"to {self.role}"
+        return (State.RESTARTING if self.renewing else State.LOST), ""
 
     def begin(self, incarnation: str) -> None:
         """Start a new incarnation."""
         assert self.process is None or self.turning, f"{self.name} is taken"
-        self.incarnation, self.state, self.stage = incarnation, State.STARTING, START
+        self.state = State.TURNING if self.turning else State.STARTING
+        self.incarnation, self.stage = incarnation, START
         self.renewing, self.turning, self.began_at = False, False, time.monotonic()
         self.stopping, self.over = None, asyncio.Event()
         self.given_up = asyncio.get_running_loop().create_future()
@@ -138,6 +154,8 @@ class Replica:
             return row
         return replace(
             row,
+            ready_at=self.ready_at,
+            model=self.member.model,
             node=self.member.node,
             pid=self.member.pid,
             pids=self.process.pids,
@@ -180,7 +198,7 @@ def last_of_its_kind(name: str, replicas: Sequence[Replica]) -> str:
     if any(r.role == replica.role and r is not replica and not r.leaving for r in replicas):
         return ""
     kind = "router" if replica.role == "router" else "decode worker"
-    remedy = "drain without a name ends the whole cluster"
+    remedy = "scale starts others, drain without a name ends the whole cluster"
     return f"{name} is the last {kind}: without it no request is answered ({remedy})"
 
 

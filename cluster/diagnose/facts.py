@@ -6,10 +6,12 @@ seconds.
 
 import ast
 import contextlib
+import json
 import os
 import re
 import resource
 import shutil
+import subprocess
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +29,10 @@ from worker.transfer.mooncake_libraries import check_installed
 
 T = TypeVar("T")
 
-PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+ROOT = Path(__file__).parents[2]
+PROJECT = ROOT / "pyproject.toml"
+SHORT = 8  # digits of a commit
+GIT_S = 2.0
 CAP_IPC_LOCK = 14
 NVIDIA, DISPLAY = "0x10de", "0x03"  # vendor, and beginning of the class, on the PCI bus
 MOONCAKE = "mooncake-transfer-engine"
@@ -85,7 +90,7 @@ def read_facts() -> Facts:
     driver = read_driver()
     extra = "cuda" if driver.gpus else "cpu"
     needed, optional = requirements(""), requirements(extra)
-    names = [*(Requirement(text).name for text in (*needed, *optional)), "kvlane", *WHEELS]
+    names = [*(Requirement(text).name for text in (*needed, *optional)), *WHEELS]
     version_of = partial(_tried, metadata.PackageNotFoundError, "", metadata.version)
     return Facts(
         driver=driver,
@@ -98,11 +103,30 @@ def read_facts() -> Facts:
         shm_bytes=_tried(OSError, 0, lambda: shutil.disk_usage("/dev/shm").free),
         num_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # Ray takes what it may
         mooncake=_mooncake(),
-        versions={name: version for name in names if (version := version_of(name))},
+        versions={n: v for n in names if (v := version_of(n))} | {"kvlane": build()},
         needed=needed,
         optional=tuple(text for text in optional if text not in needed),
         extra=extra,
     )
+
+
+def build(root: Path = ROOT) -> str:
+    """Which kvlane this is: its version, and its commit where an installation or git knows it.
+
+    root: of a checkout.
+    """
+    try:
+        installed = metadata.distribution("kvlane")
+        version, origin = installed.version, installed.read_text("direct_url.json") or "{}"
+    except metadata.PackageNotFoundError:
+        version, origin = "from source", "{}"
+    commit: str = json.loads(origin).get("vcs_info", {}).get("commit_id", "")[:SHORT]
+    if not commit and (root / ".git").exists():
+        command = "git", "-C", str(root), "describe", "--always", "--dirty", f"--abbrev={SHORT}"
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            asked = subprocess.run(command, capture_output=True, text=True, timeout=GIT_S)
+            commit = asked.stdout.strip()
+    return f"{version}, commit {commit}" if commit else version
 
 
 def read_driver() -> Driver:

@@ -78,6 +78,19 @@ def of_cluster(wanted: TransportConfig, cluster: ClusterExamination) -> Iterator
     yield from _paths({"name": name, "kind": kind}, workers)
 
 
+def of_command(own: str, cluster: ClusterExamination) -> Finding:
+    """Whether the command that asks, `facts.build` of it, is of the workers' kvlane."""
+    told = (a.examination.facts.versions["kvlane"] for a in cluster.answers if a.examination)
+    if others := sorted({*told} - {own}):
+        return warning(
+            "kvlane",
+            f"this command is {own}, workers are {'; '.join(others)}",
+            "they may not understand each other",
+            "give commands the installation of the cluster",
+        )
+    return ok("kvlane", own)
+
+
 def _machines(decided: Config, workers: dict[str, Examination]) -> Iterator[Finding]:
     """What is the same at several workers is said once."""
     names: dict[Finding, list[str]] = {}

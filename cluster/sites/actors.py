@@ -261,7 +261,8 @@ class RouterActor(ProcessActor):
         return member
 
     def _take(self, membership: Membership) -> None:
-        self._part.update_members(membership.members, membership.changes, membership.starting)
+        told = membership
+        self._part.update_members(told.members, told.changes, told.starting, told.roles)
 
     def drain(self, address_stays: bool) -> None:
         self._part.drain(others=address_stays)

@@ -37,6 +37,7 @@ class Membership:
     changes: Sequence[Change]  # the last ones, the oldest first
     controller: Member | None = None  # who pings workers; it is among no members
     starting: Sequence[Start] = ()  # who will be one
+    roles: Sequence[Role] | None = None  # of names that stay, whatever their processes do
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,6 +53,7 @@ class Record:
     leaving: bool = False
     renewing: bool = False
     drain_timeout_s: float | None = None  # of a name that is leaving or renewing
+    ready_at: float = 0.0  # of its last process, in seconds since 1970
 
 
 class Process(Protocol):

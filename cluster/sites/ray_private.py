@@ -1,6 +1,10 @@
 """What we need of Ray, or leave out, beyond its typed interface; pinned with ray in pyproject."""
 
+import math
 import re
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -11,6 +15,7 @@ if TYPE_CHECKING:
 
 # Ray's annotations are partial. So its API is untyped here, and its results are cast where used.
 RAY: Any = ray
+LATELY_S = 10.0
 NOWHERE = b"127.0.0.1:0"
 CONTROLLER = "kvlane-controller", "kvlane"  # its name for Ray, and the namespace
 # As `RAY.nodes` has them -> kinds of `diagnose.doors`.
@@ -91,10 +96,49 @@ def free_resources() -> dict[str, dict[str, float]]:
     return private.available_resources_per_node()
 
 
+@dataclass
+class OomKills:
+    """Processes of this machine that the kernel has killed as memory ran out."""
+
+    path: Path = Path("/proc/vmstat")
+    num: int = field(init=False)
+    grew_at: float = -math.inf  # monotonic, of the last look that found more
+
+    def __post_init__(self) -> None:
+        self.num = self._counted()
+
+    def was_one(self) -> bool:
+        """Whether there was one within the last LATELY_S."""
+        num, now = self._counted(), time.monotonic()
+        if num > self.num:
+            self.num, self.grew_at = num, now
+        return now - self.grew_at < LATELY_S
+
+    def _counted(self) -> int:
+        try:
+            found = re.search(r"^oom_kill (\d+)$", self.path.read_text(), re.MULTILINE)
+        except OSError:
+            return 0
+        return int(found[1]) if found else 0
+
+
+OOM_KILLS = OomKills()
+
+
 def reason_of(error: BaseException) -> str:
-    """The sentence of one of Ray's long messages that says what happened."""
+    """What happened, in an operator's words, of one of Ray's long messages.
+
+    Ray sees of most deaths that a connection has ended. So the rest is what can be known here: of
+    a signal that a process may handle, its log has a stack; of memory, the kernel counts.
+    """
     text = " ".join(str(error).split())
-    detail = re.search(r"Worker exit detail: (.+?)(?:\. |$)", text)
+    detail = re.search(r"Worker exit detail: (.+?)(?:\. |\.?$)", text)
+    if detail and "connection error code" in detail[1]:
+        if OOM_KILLS.was_one():
+            return "out of memory: the kernel killed its process (signal 9, see dmesg)"
+        return "its process was killed (signal 9, kill -9), or crashed: then its log has a stack"
+    if detail and "SIGTERM" in text:
+        return "its process was ended from outside (signal 15, kill)"
     if detail:
         return f"its process died ({detail.group(1)})"
     sentence = re.search(r"(The (?:actor|node|worker) .+?)(?:\. |$)", text)

@@ -62,7 +62,7 @@ class RaySite(Site):
         Raises NoPlacement if something does not fit, WorldError if it was set to `closing`
         meanwhile; then nothing stays reserved.
         """
-        self.config = await self._with_devices(self.given)
+        self.config = await decided(self.given, self._home)
         for role, num in counts(self.config).items():
             records = [Record(f"{role}-{i}", role) for i in range(num)]
             self._holdings |= {record.name: Holding(record) for record in records}
@@ -77,18 +77,25 @@ class RaySite(Site):
         self._orders.tell("decide", self.given, self.config)
         return [holding.record for holding in self._holdings.values()]
 
+    async def add(self, records: Sequence[Record]) -> None:
+        """Reserve room for further names. Raises NoPlacement; then they are forgotten."""
+        names = [record.name for record in records]
+        self._holdings |= {record.name: Holding(record) for record in records}
+        try:
+            await self._place(names)
+        except BaseException:
+            for name in names:
+                del self._holdings[name]
+            raise
+        if len(self._worker_nodes()) > 1:
+            tell_if_far(names, self.config)
+
     async def change(self, given: Config) -> None:
         """The configuration of processes from now on; where they are, and how KV goes, stays."""
-        config = await self._with_devices(given)
+        config = await decided(given, self._home)
         kept = {name: getattr(self.config, name) for name in ("transport", "routers")}
         self.given, self.config = given, config.model_copy(update=kept)
         self._orders.tell("decide", self.given, self.config)
-
-    async def _with_devices(self, config: Config) -> Config:
-        nodes = await asyncio.to_thread(live_nodes)
-        num_gpus = sum(node.total.get("GPU", 0) for node in nodes)
-        local_gpus = num_gpus if self._home.local else None
-        return with_devices(config, has_gpus=num_gpus > 0, local_gpus=local_gpus)
 
     async def inherited(self) -> list[tuple[Record, RayProcess | None]]:
         """What the controller before this one has left: names, and their processes.
@@ -186,17 +193,8 @@ class RaySite(Site):
             await self._hold(replace(holding, group=None, ranks=()))
             await _given_back(group)
         await self._place([name])
-        transport = self.config.transport
-        local = transport.name if transport.name == "shm" else transport.kind
-        is_near = transport.name != "mixed" and local in ("shm", "nvlink")
-        if is_near and len(self._worker_nodes()) > 1:
-            log.warning(
-                "%s is on another node now, which transport %s does not reach: decode workers "
-                "prefill by themselves; start again with --set transport.name=sockets "
-                "--set transport.kind=tcp",
-                name,
-                local,
-            )
+        if len(self._worker_nodes()) > 1:
+            tell_if_far([name], self.config)
         group = self._holdings[name].group
         assert group is not None
         return group
@@ -237,6 +235,28 @@ class RaySite(Site):
         """Ids of the nodes that workers are on."""
         workers = [held for held in self._holdings.values() if held.record.role != "router"]
         return {node.node_id for held in workers if held.group for node in held.group.nodes}
+
+
+async def decided(config: Config, home: Home) -> Config:
+    """With devices for the GPUs of the Ray cluster."""
+    nodes = await asyncio.to_thread(live_nodes)
+    num_gpus = sum(node.total.get("GPU", 0) for node in nodes)
+    local_gpus = num_gpus if home.local else None
+    return with_devices(config, has_gpus=num_gpus > 0, local_gpus=local_gpus)
+
+
+def tell_if_far(names: Sequence[str], config: Config) -> None:
+    """Warn where workers are on several nodes now, and their transport stays within one."""
+    transport = config.transport
+    local = transport.name if transport.name == "shm" else transport.kind
+    if transport.name != "mixed" and local in ("shm", "nvlink"):
+        log.warning(
+            "%s is on another node now, which transport %s does not reach: decode workers "
+            "prefill by themselves; start again with --set transport.name=sockets "
+            "--set transport.kind=tcp",
+            ", ".join(names),
+            local,
+        )
 
 
 async def peer_access_of(config: Config, nodes: set[str], home: Home) -> bool | None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from router.config import RouterConfig
 from router.dispatch.claims import Claims
 from router.dispatch.mailbox import Delta, Mailbox
-from router.dispatch.members import Known, drafting
+from router.dispatch.members import NONE_EXPECTED, Known, drafting
 from router.dispatch.policy import Fleet
 from router.dispatch.queue import Queue, Req
 from router.errors import ApiError
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvlane.router")
 
 RECONNECT_S = 0.2
+NONE_EXPECTED_S = 10.0  # after which a client may ask again
 NOT_RETRIED = frozenset({"invalid_value", "unsupported", "internal_error", "taken_over"})
 DETOKENIZER = contained("the detokenizer")
 FAILED = frozenset({FinishReason.ERROR, FinishReason.ABORT})
@@ -315,6 +316,8 @@ class Dispatcher:
             code, message = "busy", "no decode worker had room in time"
         if late_s:
             message = "no decode worker will have room in time"
+        if not self._members.expects_decode:
+            code, message, late_s = "no_worker", NONE_EXPECTED, NONE_EXPECTED_S
         self.give_up(req, ApiError(code, message, retry_after_s=max(1, math.ceil(late_s))))
 
     def _end(self, req: Req, last: Delta) -> None:

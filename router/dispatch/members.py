@@ -15,6 +15,7 @@ from router.observe.board import Change, Start
 from worker.api import Member, PeerId, Role, WorkerStats
 
 WORKERS = ("prefill", "decode")
+NONE_EXPECTED = "every decode worker was drained, and none is to come"
 MIN_AHEAD = 4  # requests at a decode worker beside those that have rows
 IDENTITY = attrgetter("name", "incarnation", "state")  # of a Change
 
@@ -64,16 +65,23 @@ class Members:
         self._changes: Sequence[Change] = ()
         self._starting: Sequence[Start] = ()
         self._noted_at = 0.0
+        self.expects_decode = True  # some decode worker lives, starts or will; False: all drained
 
     def note_changes(
-        self, changes: Sequence[Change], starting: Sequence[Start] = ()
+        self,
+        changes: Sequence[Change],
+        starting: Sequence[Start] = (),
+        roles: Sequence[Role] | None = None,
     ) -> list[Change]:
         """Take the controller's whole list of changes, the oldest first, and of who starts.
+
+        roles: of all names that stay, whether their processes live or not; None: not known.
 
         Returns the deaths of workers that the list before did not have; none for the first list.
         """
         known = set(map(IDENTITY, self._changes))
         self._changes, self._starting, self._noted_at = changes, starting, time.monotonic()
+        self.expects_decode = roles is None or "decode" in roles
         deaths = [c for c in changes if c.state == "lost" and c.role in WORKERS]
         return [death for death in deaths if IDENTITY(death) not in known] if known else []
 

@@ -131,8 +131,9 @@ class Queue:
     Only this class changes where a request is: in the queue (its route is None) or at a worker.
     `expired` is called with a request that will not be sent, and with the seconds by which its wait
     would exceed the queue timeout. A request expires when it has waited for `queue_timeout_s` at a
-    stretch (0 s), when its client's last turns and waiting requests say that it would, or when it
-    has output and all decode workers have another model (0 s).
+    stretch (0 s), when its client's last turns and waiting requests say that it would, when it
+    has output and all decode workers have another model (0 s), or when no decode worker is expected
+    any more (0 s).
     """
 
     def __init__(
@@ -166,6 +167,9 @@ class Queue:
         if req.waiting_since is not None and now - req.waiting_since >= self._queue_timeout_s:
             self._expired(req, 0.0)
             return
+        if not self._members.expects_decode:
+            self._expired(req, 0.0)
+            return
         late_s = 0.0 if first else self._waiting.wait_s(req.client) - SURE * self._queue_timeout_s
         if late_s > 0:
             self._expired(req, late_s)
@@ -188,13 +192,17 @@ class Queue:
             among = with_leader or preferred or decode
             route = self._policy.choose(req.prompt, among, prefill, req.salt)
             self._send(req, route, after)
-        if self._begun and self._members.live("decode"):
+        doomed: list[Req] = []
+        if not self._members.expects_decode:
+            doomed, self._begun = [*self._begun, *self._waiting.all()], []
+        elif self._begun and self._members.live("decode"):
             listed = [known.member for known in self._members.all()]
             digests = {member.digest for member in listed if member.role == "decode"}
             doomed = [req for req in self._begun if req.digest not in digests]
             self._begun = [req for req in self._begun if req.digest in digests]
-            for req in doomed:  # not at once: to end a request is to `place` others
-                self._loop.call_soon(self._expired, req, 0.0)
+        for req in doomed:  # not at once: to end a request is to `place` others
+            self._waiting.remove(req)
+            self._loop.call_soon(self._expired, req, 0.0)
 
     def claimed(self, req: Req, decode: PeerId) -> None:
         """A worker had it already, and goes on with it."""

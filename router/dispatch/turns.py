@@ -113,6 +113,10 @@ class Turns(Generic[W]):
         client.turn_at = now if client.num else 0.0
         return waiter
 
+    def all(self) -> list[W]:
+        """Who waits, in no order."""
+        return [*self._again.values(), *(waiter for _, waiter in self._live.values())]
+
     def remove(self, waiter: W) -> None:
         """It does not wait any more, if it did."""
         self._again.pop(waiter.req_id, None)

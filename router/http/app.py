@@ -36,7 +36,7 @@ from router.show.front import Front
 from router.show.siblings import Siblings
 from router.text.speech import speech_of
 from router.text.tokenizer import Text
-from worker.api import Member
+from worker.api import Member, Role
 from worker.config import ModelConfig, PingConfig
 from worker.errors import UserError, WorldError
 from worker.observe.metrics import watch_wire
@@ -157,7 +157,7 @@ class RouterServer:
         )
         # The last that the controller has sent, also from before the start.
         self.listed: tuple[Member, ...] = ()
-        self._told: tuple[Sequence[Change], Sequence[Start]] = ((), ())
+        self._told: tuple[Sequence[Change], Sequence[Start], Sequence[Role] | None] = ((), (), None)
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -198,10 +198,13 @@ class RouterServer:
 
     def update_members(
         self, members: Sequence[Member], changes: Sequence[Change] = (),
-        starting: Sequence[Start] = (),
+        starting: Sequence[Start] = (), roles: Sequence[Role] | None = None,
     ) -> None:  # fmt: skip
-        """Take the controller's whole list; for the dashboard what has happened, and who starts."""
-        self.listed, self._told = tuple(members), (changes, starting)
+        """Take the controller's whole list; for the dashboard what has happened, and who starts.
+
+        roles: as of `Members.note_changes`.
+        """
+        self.listed, self._told = tuple(members), (changes, starting, roles)
         self._post(self._apply_members)
 
     def drain(self, *, others: bool = False) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from worker.api import Card, Role
 
+NONE_LEFT = "all decode workers were drained (kvlane scale decode=1 starts one)"
 NUM_NAMED = 4  # in the sentence that says the worst
 
 
@@ -21,7 +22,7 @@ class Change(msgspec.Struct, frozen=True):
     name: str
     role: Role
     incarnation: str
-    state: str  # of its name from then on: ready, lost, draining, stopping
+    state: str  # of its name from then on: ready, lost, draining, drained, restarting, turning
     text: str  # how long it took, or why
     ago_s: float
 
@@ -186,9 +187,9 @@ class Board(msgspec.Struct, frozen=True):
 
 
 def verdict(
-    workers: Sequence[WorkerRow], routers: Sequence[RouterRow]
+    workers: Sequence[WorkerRow], routers: Sequence[RouterRow], *, expected: bool = True
 ) -> tuple[Literal["good", "wait", "warn", "bad"], str]:
-    """The state of the cluster, and why in a sentence."""
+    """The state of the cluster, and why in a sentence. expected: a decode worker is, sometime."""
     rows = [*workers, *routers]
     odd = [f"{row.name} is {row.state}" for row in rows if row.state != "ready"]
     named = ", ".join(odd[:NUM_NAMED])
@@ -199,6 +200,8 @@ def verdict(
     if loading and not decoding & {"ready", "draining"}:
         return "wait", f"Starting: requests wait until {' or '.join(loading[:NUM_NAMED])} is ready"
     why = ""
+    if not expected:
+        return "bad", f"Requests get 503: {NONE_LEFT}"
     if not workers:
         return "wait", "Starting: no worker is known yet"
     if not decoding & {"ready", "draining"}:

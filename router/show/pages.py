@@ -101,8 +101,12 @@ class Pages:
         parts = [own, *(part for part in other_parts.values() if part is not None)]
         changes = front.served.members.changes()
         routers, workers = self._rows({own.name: own, **other_parts}, changes)
-        state, summary = board.verdict(workers, routers)
+        expected = front.served.members.expects_decode
+        state, summary = board.verdict(workers, routers, expected=expected)
         outcomes = board.counted(part.outcomes for part in parts)
+        errors = {code: num for code, num in outcomes.items() if code not in NO_FAULT}
+        if errors == outcomes != {} and state != "bad":
+            state, summary = "bad", f"Every request fails: {', '.join(errors)}"
         spreads = board.spreads(parts)
         return Board(
             state=state,
@@ -115,7 +119,7 @@ class Pages:
             running=sum(part.running for part in parts),
             waiting=sum(part.waiting for part in parts),
             outcomes=outcomes,
-            errors={code: num for code, num in outcomes.items() if code not in NO_FAULT},
+            errors=errors,
             prompt_tokens=sum(part.prompt_tokens for part in parts),
             cached_tokens=sum(part.cached_tokens for part in parts),
             prefills=board.counted(part.prefills for part in parts),

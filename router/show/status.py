@@ -5,7 +5,7 @@ from importlib import metadata
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from router.dispatch.members import WORKERS, Known
+from router.dispatch.members import NONE_EXPECTED, WORKERS, Known
 from router.observe.exposition import form_of
 from router.show.front import Front
 
@@ -110,6 +110,8 @@ class StatusRoutes:
 
     def _why_none(self) -> str:
         """Why no decode worker is there."""
+        if not self._served.members.expects_decode:
+            return NONE_EXPECTED
         starting = self._served.members.starting()
         starts = [f"{start.name} is {start.text}" for start in starting if start.role == "decode"]
         return ", ".join(starts) or "no decode worker answers"

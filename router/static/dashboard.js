@@ -6,7 +6,7 @@ import { periods, spark } from "./spark.js";
 const EVERY_MS = 1000;
 const TIMEOUT_MS = 10000;
 const OLD_MS = 5000;
-const MARKS = { ready: "●", draining: "◐", starting: "○", stopping: "◐", silent: "▲", lost: "✕" };
+const MARKS = { ready: "●", draining: "◐", starting: "○", drained: "◌", restarting: "◐", turning: "◐", silent: "▲", lost: "✕" };
 const LATENCIES = {
   time_to_first_token: "First token",
   inter_token: "Between chunks of tokens",

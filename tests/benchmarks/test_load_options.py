@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.load.measurement import failure
 from benchmarks.load.options import objectives, parse
-from benchmarks.load.records import Objectives
+from benchmarks.load.records import Objectives, Outcome
 from benchmarks.load.search import highest_rate
 from tests.support.patience import HANG_S
 
@@ -44,6 +45,14 @@ def test_a_line_becomes_options(tmp_path: Path) -> None:
     assert parse(["--source", "burstgpt:f.csv"]).rate == ""
     assert objectives("tpot=20ms,e2el=3") == objectives("itl=20ms,e2e=3")
     assert objectives("") == Objectives()
+
+
+def test_that_nothing_was_served_is_told_with_the_reason_and_red_on_a_terminal() -> None:
+    outcomes = [Outcome(0, 0, 0.0, error="http_503", message="no worker"), Outcome(1, 0, 0.0)]
+    told = "error: no request was served; the first one: http_503 no worker"
+    assert failure(outcomes, is_terminal=False) == told
+    assert failure(outcomes, is_terminal=True) == f"\x1b[31m{told}\x1b[0m"
+    assert failure([], is_terminal=False).endswith("; none was sent")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["report", "--help"], ["stub", "--help"]])

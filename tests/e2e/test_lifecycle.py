@@ -34,6 +34,7 @@ THEIRS = f"raise SystemExit(f'{{__file__}} {IMPORTED}')\n"
 MODEL = "model"  # in the user's directory
 # Far fewer than clients: beside other tests they are too slow to fill 64.
 FEW_ROWS = ("--set", "decode.engine.max_num_reqs=16")
+AT_ONCE_S = 5.0  # far less than the queue timeout, and time enough for a busy machine
 OLD_S = 8.0  # the stall time, and three misses after it
 # From a directory of the user's.
 GIVEN = ("--model", MODEL, "--set", "model.served_name=tiny")
@@ -203,6 +204,16 @@ def test_drain_of_a_name_removes_it_nobody_is_lost_and_drain_of_all_ends_serve(
     last = serve.command("drain", "decode-0")
     assert last.returncode == 0
     assert "decode-0 is the last decode worker" in last.stderr
+    began_at = time.monotonic()
+    refused = ask(serve)["error"]
+    assert refused["code"] == "no_worker", refused
+    assert time.monotonic() - began_at < AT_ONCE_S
+    with ThreadPoolExecutor() as pool:
+        scaling = pool.submit(serve.command, "scale", "decode=1")
+        serve.wait_status("decode-0")  # from here on requests wait for it
+        assert ask(serve)["choices"]
+    done = scaling.result()
+    assert (done.returncode, done.stdout) == (0, "decode=1: decode-0 started\n"), done.stderr
     assert serve.command("drain").returncode == 0
     assert serve.wait() == 0, serve.output
     assert serve.leftovers() == []

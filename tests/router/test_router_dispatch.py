@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 import router.dispatch.claims
-from router.dispatch.members import MIN_AHEAD
+from router.dispatch.members import MIN_AHEAD, NONE_EXPECTED
 from router.dispatch.suspect import INNOCENT_TOKENS, MAX_ABSENT
 from router.dispatch.turns import NUM_TIMED
 from router.http.app import RouterServer
@@ -266,6 +266,33 @@ def test_begun_stream_waits_for_a_worker_beyond_the_queue_timeout(
         assert ended(future) == ("abcdefgh", "stop", None)
     finally:
         other.die()
+
+
+def test_requests_end_at_once_where_no_decode_worker_is_expected_and_wait_where_one_is(
+    serve: Serve, ask: Ask, ids: Ids
+) -> None:
+    double, url, router = serve(DecodeDouble())
+    begun = ask(url)
+    double.chunk(*double.take(), ids[:2])
+    waits = ask(url)
+    double.take()
+    wait_until(lambda: came(router) == 2)
+    router.update_members([], roles=["router"])
+    assert ended(begun) == ("ab", None, "no_worker")
+    status, code, headers = failed(waits)
+    assert (status, code, headers["retry-after"]) == (503, "no_worker", "10")
+    assert failed(ask(url))[:2] == (503, "no_worker")
+    for path in ("health", "ready"):
+        assert httpx.get(f"{url}/{path}").json()["reason"] == NONE_EXPECTED
+    found = httpx.get(f"{url}/dashboard/data").json()
+    assert found["state"] == "bad"
+    assert found["summary"].startswith("Requests get 503: all decode workers were drained")
+    router.update_members([], roles=["decode", "router"])
+    wait_until(lambda: "no decode worker answers" in httpx.get(f"{url}/ready").text)
+    waits = ask(url)
+    double.script = speak(ids)
+    router.update_members([double.member], roles=["decode", "router"])
+    assert ended(waits) == ("abcdefgh", "stop", None)
 
 
 def test_what_one_model_has_begun_no_other_goes_on_with(serve: Serve, ask: Ask, ids: Ids) -> None:

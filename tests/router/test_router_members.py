@@ -54,7 +54,7 @@ def test_a_worker_dies_once_and_only_while_this_router_is_there(members: Members
     died = change("d", "decode", "1")
     assert members.note_changes((*before, died)) == [died]
     again = change("d", "decode", "2", "ready"), change("d", "decode", "2")
-    others = change("r2", "router", "1"), change("p", "prefill", "1", "stopping")
+    others = change("r2", "router", "1"), change("p", "prefill", "1", "drained")
     assert members.note_changes((*before[1:], died, *again, *others)) == [again[1]]
     assert members.note_changes((died, *again, *others)) == []
 

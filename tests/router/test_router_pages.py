@@ -118,7 +118,7 @@ def test_deaths_and_replacements_are_shown_with_reasons(served: Served) -> None:
         told("prefill-0", "lost", "its process died", 20.0),
         told("prefill-0", "ready", "after 2.0 s", 15.0),
         told("decode-1", "lost", "it does not answer (silent for 3.1 s)", 10.0),
-        told("decode-2", "stopping", "", 5.0),
+        told("decode-2", "drained", "", 5.0),
         told("router-1", "lost", "its process died", 2.0),
     )
     prefill = Member("prefill-0", "prefill", "new", "tcp://127.0.0.1:9")

@@ -39,6 +39,7 @@ class ProcessDouble(Process):
     members: list[str] = field(default_factory=list)
     changes: list[tuple[str, str, str]] = field(default_factory=list)
     starting: list[str] = field(default_factory=list)
+    roles: list[Role] = field(default_factory=list)  # that are expected
     controller: Member | None = None  # who may ping it
     pids: tuple[int, ...] = (1, 2)
     role: Role | None = None  # None: as the name says
@@ -61,7 +62,7 @@ class ProcessDouble(Process):
 
     async def update(self, membership: Membership) -> None:
         self.members = [member.name for member in membership.members]
-        self.controller = membership.controller
+        self.controller, self.roles = membership.controller, list(membership.roles or ())
         self.starting = [f"{s.name} {s.text}" for s in membership.starting]
         self.changes = [(c.name, c.state, c.text) for c in membership.changes]
         self.log.append(f"tell {self.name} {' '.join(self.members)}")

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from cluster.config import Config, changed
-from cluster.control.change import check_change, check_role, in_order, is_last_of_its_model
+from cluster.control.change import (
+    check_change,
+    check_role,
+    check_scale,
+    in_order,
+    is_last_of_its_model,
+    to_scale,
+)
 from cluster.control.replicas import Replica, State
 from cluster.resolve import with_devices
 from tests.support.prompts import TINY
@@ -90,3 +97,39 @@ def test_a_worker_turns_unless_its_role_or_its_place_forbids_it() -> None:
     for leaf, why in (("prefill.tp=2", "prefill.tp is 2"), ("prefill.num_cpus=2", "resources")):
         with pytest.raises(UserError, match=why):
             check_role(changed(config, [leaf]), one, "prefill", everybody)
+
+
+def test_names_come_with_the_lowest_free_numbers_and_those_that_are_not_ready_go_first() -> None:
+    names = [f"decode-{i}" for i in (0, 2, 10)]
+    replicas = [replica(name) for name in (*names, "prefill-0")]
+    for wanted, come, go in (
+        ({"decode": 6}, ["decode-1", "decode-3", "decode-4"], []),
+        ({"decode": 3, "prefill": 2}, ["prefill-1"], []),
+        ({"decode": 1, "prefill": 0}, [], ["decode-2", "decode-10", "prefill-0"]),
+        ({"decode": 0}, [], names),
+        ({"router": 1}, ["router-0"], []),
+    ):
+        further, leaving = to_scale(wanted, replicas)
+        assert ([record.name for record in further], leaving) == (come, go)
+    replicas[0].state = State.LOST
+    assert to_scale({"decode": 2}, replicas) == ([], ["decode-0"])
+    replicas[0].leaving = True
+    assert to_scale({"decode": 2}, replicas) == ([], [])
+    (record,), _ = to_scale({"decode": 3}, replicas)
+    assert record.name == "decode-1", "the name that leaves is not free yet"
+
+
+def test_a_turned_worker_counts_for_the_role_that_it_has() -> None:
+    turned = replica("decode-1")
+    turned.role = "prefill"
+    (record,), leaving = to_scale({"decode": 2}, [replica("decode-0"), turned])
+    assert (record.name, record.role, leaving) == ("decode-2", "decode", [])
+
+
+def test_more_routers_come_only_where_their_port_is_shared() -> None:
+    one, two = (with_devices(changed(Config(), [f"routers.replicas={n}"]), has_gpus=False)
+                for n in (1, 2))  # fmt: skip
+    check_scale(two, {"router": 5})
+    check_scale(one, {"router": 1, "decode": 9})
+    with pytest.raises(UserError, match="serve --router N"):
+        check_scale(one, {"router": 2})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.config import Config, differences, leaves, load
+from cluster.config import Config, differences, leaves, load, origins
 from cluster.resolve import (
     ROLES,
     bundle_of,
@@ -81,8 +81,9 @@ def test_what_is_printed_loads_again(tmp_path: Path) -> None:
         ("decode.replicas=0", "decode.replicas must be at least 1: decode workers own the "
          "requests"),
         ("a", "--set a: expected PATH=VALUE, for example decode.replicas=2"),
-        ("model=tiny model.path=tiny", "model.path: model is a value, not a section"),
-        ("model=3", "model: Input should be a valid dictionary or instance of ModelConfig"),
+        ("kv=tiny kv.page_size=8", "kv.page_size: kv is a value, not a section"),
+        ("kv=3", "kv: a section: its keys stand below it"),
+        ("model=3", "model.path: Input should be a valid string"),
     ],
 )  # fmt: skip
 def test_mistakes_name_the_path(text: str, expected: str) -> None:
@@ -224,7 +225,7 @@ def test_every_rank_counts() -> None:
     assert (config.prefill.num_gpus, config.decode.num_gpus) == (1, 1)
     assert (reserved(config, "GPU"), reserved(config, "CPU")) == (10, 10)
     assert config.routers.num == 4
-    assert num_cpus(load(None, ["decode.tp=64"])) == 65
+    assert num_cpus(load(None, ["decode.tp=64"])) == 4 * 65
     assert (config.worker("decode").tp, config.worker("prefill").tp) == (4, 2)
 
 
@@ -265,3 +266,19 @@ def test_two_trees_differ_in_leaves() -> None:
     other = load(None, ["decode.replicas=3", "prefill.resources={a: 2}"])
     assert differences(one, other) == ["prefill.resources", "decode.replicas"]
     assert differences(one, one) == []
+
+
+def test_a_value_may_stand_for_a_section_with_one_obvious_leaf(tmp_path: Path) -> None:
+    path = tmp_path / "f.yaml"
+    path.write_text("model: tiny\nspec: ngram\ntransport: shm\nprefill: 2\ndecode: 3\nrouters: 1\n")
+    told = load(path)
+    assert (told.model.path, told.spec.drafter, told.transport.name) == ("tiny", "ngram", "shm")
+    assert (told.prefill.replicas, told.decode.replicas, told.routers.replicas) == (2, 3, 1)
+    assert load(path, ["model.dtype=float32"], {"model.path": "other"}).model.path == "other"
+    assert load(None, ["model=other", "model.dtype=float32"]).model.path == "other"
+    assert origins(path)["model.path"] == str(path)
+    for text in ("kv: 3", "router: 2", "decode: {engine: 3}", "cluster:"):
+        path.write_text(text)
+        section = "decode.engine" if "engine" in text else text.partition(":")[0]
+        with pytest.raises(UserError, match=f"^{section}: a section: its keys stand below it$"):
+            load(path)

@@ -13,6 +13,7 @@ from cluster.control.replicas import (
     backoff_s,
 )
 from cluster.control.tasks import in_time
+from cluster.sites.process import Record
 from tests.support.asynchronous import asynchronous
 from tests.support.monitored import Monitored, controller
 from worker.api import Lost
@@ -46,7 +47,7 @@ async def test_who_died_why_and_what_replaced_it_is_told() -> None:
     cluster.last("decode-0").die()
     await cluster.until(lambda: ("decode-0", "lost", "no such model") in router.changes)
     await cluster.monitor.drain(["decode-0"], None)
-    stopping = ("decode-0", "stopping", "it was not ready")
+    stopping = ("decode-0", "drained", "it was not ready")
     await cluster.until(lambda: router.changes[-1] == stopping)
 
 
@@ -147,7 +148,7 @@ async def test_a_drained_name_finishes_first_and_is_not_filled_again() -> None:
     process.idle = True
     assert await draining
     assert [replica.name for replica in cluster.monitor.replicas()] == ["decode-1"]
-    assert stays.changes[-2:] == [change, ("decode-0", "stopping", "")]
+    assert stays.changes[-2:] == [change, ("decode-0", "drained", "")]
     assert cluster.log[-1] == "release decode-0"
     with pytest.raises(UserError, match="no worker or router is called decode-0"):
         await cluster.monitor.drain(["decode-0"], None)
@@ -266,7 +267,7 @@ async def test_a_renewed_name_finishes_first_and_keeps_its_place() -> None:
     assert not cluster.site.records["decode-0"].renewing
     stays = cluster.last("decode-1")
     await cluster.until(lambda: stays.changes[-1][1] == "ready")
-    assert [change[1] for change in stays.changes[-3:]] == ["draining", "stopping", "ready"]
+    assert [change[1] for change in stays.changes[-3:]] == ["draining", "restarting", "ready"]
 
 
 @asynchronous
@@ -294,6 +295,41 @@ async def test_a_renewal_says_why_the_next_process_fails_which_is_tried_again() 
     assert cluster.site.records["decode-0"].role == "prefill"
     with pytest.raises(UserError, match="no worker or router is called decode-7"):
         await cluster.monitor.renew("decode-7", None)
+
+
+@asynchronous
+async def test_further_names_are_expected_at_once_and_ready_in_the_end() -> None:
+    cluster = await Monitored.started("router-0")
+    router = cluster.last("router-0")
+    await cluster.until(lambda: router.roles == ["router"])
+    cluster.site.loaded = asyncio.Event()
+    adding = asyncio.create_task(cluster.monitor.add([Record("decode-0", "decode")]))
+    await cluster.until(lambda: router.roles == ["decode", "router"])
+    cluster.site.loaded.set()
+    await adding
+    assert [row.state for row in await cluster.monitor.status()] == [State.READY] * 2
+    draining = asyncio.create_task(cluster.monitor.drain(["decode-0"], None))
+    await cluster.until(lambda: router.roles == ["router"])
+    await draining
+    assert [change[1:] for change in router.changes if change[0] == "decode-0"] == [
+        ("ready", "after 0.0 s (here)"), ("draining", ""), ("drained", ""),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "attempts"),
+    [(UserError("bad"), UserError, 1), (PeerLost("x"), WorldError, 3)],
+)
+@asynchronous
+async def test_names_that_cannot_start_do_not_stay(error, kind, attempts) -> None:
+    cluster = await Monitored.started("decode-0")
+    cluster.site.start_error = error
+    further = [Record(f"decode-{i}", "decode") for i in (1, 2)]
+    with pytest.raises(kind, match=r"decode-\d: "):
+        await cluster.monitor.add(further)
+    assert max(len(cluster.site.made[record.name]) for record in further) >= attempts
+    assert [replica.name for replica in cluster.monitor.replicas()] == ["decode-0"]
+    assert {"release decode-1", "release decode-2"} <= set(cluster.log)
 
 
 async def of_one_rank() -> Monitored:
@@ -327,7 +363,7 @@ async def test_a_worker_turns_in_its_process_as_a_new_incarnation() -> None:
         assert (replica.state, replica.restarts, replica.turning) == (State.READY, 0, False)
         assert not record.renewing
         await cluster.until(lambda: len(stays.members) == 2 and stays.changes[-1][1] == "ready")
-        assert [change[1] for change in stays.changes[-3:]] == ["draining", "stopping", "ready"]
+        assert [change[1] for change in stays.changes[-3:]] == ["draining", "turning", "ready"]
     process.die()  # it is kept running as before
     await cluster.until(lambda: cluster.last("decode-0") is not process)
 

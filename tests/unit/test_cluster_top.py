@@ -10,6 +10,8 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
+from msgspec.structs import replace
+from rich.text import Text
 
 from cluster.cli import main
 from cluster.clients.server import Server
@@ -73,6 +75,18 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_all_is_shown_in_columns() -> None:
     assert plain(picture(BOARD, "http://x")) == SHOWN
     assert ": NO ANSWER\n" in plain(picture(BOARD, "http://x", "NO ANSWER"))
+
+
+def test_what_is_bad_is_red_and_errors_are_where_nothing_else_ends() -> None:
+    def styles(board: Board) -> list[str]:
+        lines = {part.plain.split(":")[0]: str(part.style)
+                 for part in picture(board, "http://x") if isinstance(part, Text)}  # fmt: skip
+        return [lines["tiny at http"], lines["errors in 5 min"]]
+
+    assert styles(BOARD) == ["bold red", ""]
+    good = replace(BOARD, state="good")
+    assert styles(good) == ["bold", ""]
+    assert styles(replace(good, outcomes={"busy": 2})) == ["bold", "red"]
 
 
 def test_it_is_printed_once_where_there_is_no_terminal_and_as_json(url: str, capsys) -> None:
