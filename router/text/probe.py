@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 from worker.errors import UserError
 
-MAX_S = 0.5  # of one probe; a rendering that has begun then is the last (`template.MAX_TURNS`)
+MAX_S = 0.5  # of a CPU for one probe; a rendering that has begun then is the last (`template.MAX_TURNS`)
 Message = dict[str, Any]
 Content = Literal["empty", "null", "absent"]
 CONTENTS: Mapping[Content, Message] = {
@@ -127,7 +127,7 @@ class _Trials:
     """Renderings of one template, while there is time."""
 
     render: Render
-    until: float = field(default_factory=lambda: time.monotonic() + MAX_S)
+    until: float = field(default_factory=lambda: time.thread_time() + MAX_S)
     refused: bool = False  # the template has, at least once
     asks: list[Message] = field(default_factory=lambda: [{"role": "user", "content": ASKED}])
 
@@ -136,7 +136,7 @@ class _Trials:
     ) -> str:
         """Empty where the template refuses, or the time is over."""
         for extra in ({}, EXTRA):
-            if time.monotonic() > self.until:
+            if time.thread_time() > self.until:
                 break
             try:
                 return self.render(messages, tools=tools, add_generation_prompt=begins, extra=extra)
