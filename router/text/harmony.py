@@ -28,8 +28,8 @@ class Harmony(Calls):
     def finish(self, *, cut: Cut = False) -> Parsed:
         text, self._text = self._text, ""
         if self._in_header:  # a mark was forgotten, unless it only says whose turn it is
-            is_said = not cut and CHANNEL not in text and text.strip() != "assistant"
-            return Parsed.of(text if is_said else "")
+            role = text.removeprefix("<|start|>").strip() in ("", "assistant")
+            return Parsed.of("" if cut or role or CHANNEL in text else text)
         if self._in_call:
             return Parsed(CallPart(self.num_calls, is_whole=True)) if self._is_whole else Parsed()
         return self._as(kept(text, cut, *ENDS))

@@ -107,7 +107,10 @@ class FormParser(Calls):
         if head is NONE:
             num, self._num_given, self._state = self._num_given, 0, "content"
             given, self._text = self._text[:num], self._text[num:]
-            self._said = self._said_since = self._said or bool(given)
+            self._said, self._said_since = (
+                self._said or bool(given),
+                self._said_since or bool(given),
+            )
             return Parsed.of(given)
         self._text = self._text[head.end :]
         self._silent = head.name in self._form.silent and head.name not in self._functions
