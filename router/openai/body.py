@@ -140,7 +140,8 @@ class Body(AnswerForm):
                 if delta.finish_reason is not None:
                     self._account(choices[-1], delta)
                 self._identify(choices[0], delta.index)
-                events += map(self._event, choices)
+                for choice in choices:
+                    events.append(self._event(choice))
         return b"".join(events)
 
     def _open(self, delta: Delta) -> Iterator[bytes]:
@@ -213,8 +214,8 @@ class Body(AnswerForm):
 def event_json(body: object) -> bytes:
     """JSON for an event, in which every kind of line is one."""
     data = to_json(body)
-    for raw, escaped in NEW_LINES.items():
-        if raw in data:
+    if not data.isascii():
+        for raw, escaped in NEW_LINES.items():
             data = data.replace(raw, escaped)
     return data
 

@@ -81,12 +81,12 @@ class ChatWriter(AnswerWriter):
         reason, logprobs = self.reason(delta), self.logprobs(delta)
         if not told and (reason is not None or delta.scored):
             told.append(DeltaMessage())
-        index, none = delta.index, None
-        chunks = [
-            ChunkChoice(index=index, delta=new, logprobs=none, finish_reason=none) for new in told
-        ]
-        if chunks:
-            chunks[0].logprobs, chunks[-1].finish_reason = logprobs, reason
+        chunks = list[Choice]()
+        for i, new in enumerate(told, 1):
+            why = reason if i == len(told) else None
+            one = ChunkChoice(index=delta.index, delta=new, logprobs=logprobs, finish_reason=why)
+            chunks.append(one)
+            logprobs = None
         return chunks
 
     def whole(self, index: int, delta: Delta) -> Choice:

@@ -148,7 +148,10 @@ class Calls(Parser):
         self._text += text
         parsed = Parsed()
         while (step := self._step()) is not None:
-            parsed += step
+            if parsed.parts:
+                parsed += step
+            else:
+                parsed = step
         return parsed
 
     def _step(self) -> Parsed | None:

@@ -334,7 +334,7 @@ MUTANTS = {
     "arguments that were cut are none": (
         "adapters.message_body:_object", "allow_partial=True", "allow_partial=False",
     ),
-    "lines end within events": ("openai.body:event_json", "if raw in data:", "if False:"),
+    "lines end within events": ("openai.body:event_json", "if not data.isascii():", "if False:"),
     "chunks of two parts": (
         "openai.chat:ChatWriter.chunks", "_told(part) for part in self.parsed(delta).parts",
         "DeltaMessage(content=p.content or UNSET, reasoning=p.reasoning or UNSET, tool_calls="
