@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -107,15 +108,36 @@ class ChatTemplate:
         extra: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """The prompt of a chat; raises a UserError if the template refuses these messages."""
+        """The prompt of a chat; raises a UserError if the template refuses these messages.
+
+        Tools are given as they are; to a template that refuses them, with what they leave out.
+        """
         names: dict[str, Any] = {"documents": None} | self._special
         names |= dict(extra or {}) | {"tools": list(tools) or None}
         names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        names[COUNTED] = _limited_turns()
         try:
-            return self._template.render(names)
+            return self._rendered(names)
         except Exception as error:  # a template is a program: it may raise anything
+            if tools and (filled := [_filled(tool) for tool in tools]) != names["tools"]:
+                with suppress(Exception):
+                    return self._rendered(names | {"tools": filled})
             raise UserError(f"the chat template refused: {error}", "messages") from error
+
+    def _rendered(self, names: Mapping[str, Any]) -> str:
+        return self._template.render({**names, COUNTED: _limited_turns()})
+
+
+def _filled(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool with all that OpenAI's API lets a client leave out, and some templates do not."""
+    given: Any = tool.get("function")
+    if not isinstance(given, dict):
+        return dict(tool)
+    function: dict[str, Any] = {"description": "", "parameters": dict[str, Any]()}
+    function |= cast("dict[str, Any]", given)
+    if isinstance(function["parameters"], dict):
+        empty = {"type": "object", "properties": dict[str, Any]()}
+        function["parameters"] = empty | cast("dict[str, Any]", function["parameters"])
+    return {**tool, "function": function}
 
 
 class Templates:

@@ -15,8 +15,8 @@ import pytest
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 COPIED = ("worker", "router", "cluster", "tests")
-# Of the product, apart from what is new.
-MAX_CHANGED_FILES, MAX_CHANGED_LINES = 2, 12
+# Of the product, apart from what is new: a family has a row, its class's defaults, and its scoring.
+MAX_CHANGED_FILES, MAX_CHANGED_LINES = 3, 12
 PATCHES = sorted(path.stem for path in HERE.glob("*.patch"))
 
 

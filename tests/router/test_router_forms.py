@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,12 +14,13 @@ from router.config import CallFormat, ReasoningFormat, RouterConfig
 from router.errors import ApiError
 from router.text.bounded import Bounds
 from router.text.forms.form import Form
-from router.text.forms.known import FORMS, HARMONY, SIGNS
+from router.text.forms.known import BAR, FORMS, HARMONY, SIGNS
 from router.text.forms.parser import FormParser
 from router.text.forms.rules import Called, rules_of
 from router.text.forms.schema import kinds_of
 from router.text.forms.values import as_json, object_of, typed
 from router.text.grammar import Spelling, composed
+from router.text.parsers import Parsed
 from router.text.reasoning import MARKS, Reasoning
 from router.text.speech import speech_of
 from router.text.tokenizer import Text
@@ -83,6 +85,17 @@ ASIDE: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("llama3", '{"type": "function", "function": {"name": "look", "parameters": {"city": "x"}}}',
      "", [("look", '{"city": "x"}')]),
     ("nemotron", '<toolcall> {"name": "add", "arguments": {}} </toolcall>', "", [("add", "{}")]),
+    ("qwen3_coder", XML.replace("city", "days").format("NaN"), "", [("look", '{"days": "NaN"}')]),
+    ("qwen3_coder", XML.replace("city", "a").format("[Infinity]"), "",
+     [("look", '{"a": "[Infinity]"}')]),
+    ("deepseek_r1", f"<{BAR}tool▁call▁begin{BAR}>function<{BAR}tool▁sep{BAR}>add\n"
+     f"```json\n{{}}\n```<{BAR}tool▁call▁end{BAR}>", "", [("add", "{}")]),
+    ("kimi_k2", "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+     "", [("add", "{}")]),
+    ("olmo3", '<function_calls>[add(), look(city="a"); add()]</function_calls>', "",
+     [("add", "{}"), ("look", '{"city": "a"}'), ("add", "{}")]),
+    ("hermes", f'<tool_call>{{"id": "{2000 * "7"}", "name": "add", "arguments": {{}}}}</tool_call>',
+     "", [("add", "{}")]),
     ("phi", "functools is a module", "functools is a module", []),
 ]  # fmt: skip
 
@@ -94,6 +107,31 @@ def test_answers_that_no_template_would_write(
 ) -> None:
     parsed = taken(of(form), text, seed)
     assert (parsed.content, [(one.name, one.arguments) for one in parsed.calls]) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "' + "a" * 40_000),
+        ("hermes", '<tool_call>{"' + "a" * 40_000),
+        ("qwen3_coder", "<tool_call>{" + '"type": "a", ' * 3_000),
+        ("qwen3_coder", "<tool_call>" * 4_000),
+        ("functionary32", ">>>" * 12_000),
+        ("phi", "a" + "\n" * 40_000),
+    ],
+    ids=lambda value: value[:30],
+)
+def test_a_call_that_never_tells_its_name_costs_no_more_with_each_piece(
+    form: str, text: str
+) -> None:
+    """What is held back is not looked at again, whole, at each piece."""
+    parser, start = of(form), time.process_time()
+    parsed = Parsed()
+    for i in range(0, len(text), 4):
+        parsed += parser.feed(text[i : i + 4])
+    parsed += parser.finish()
+    assert (parsed.content, parsed.calls) == (text, [])
+    assert time.process_time() - start < 3
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS.values() if form is not HARMONY], ids=str)

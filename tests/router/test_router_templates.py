@@ -229,3 +229,18 @@ def test_malformed_tokens_are_refused_by_their_field(
 ) -> None:
     with pytest.raises(UserError, match=rf"tokenizer_config\.json: {words}"):
         read_tokens(made(tmp_path, **named))
+
+
+def test_a_template_that_refuses_a_tool_gets_it_with_what_it_leaves_out() -> None:
+    made = ChatTemplate(
+        "{% for t in tools %}{{ t.function.description | tojson }}"
+        "{{ t.function.parameters.properties | tojson }}{% endfor %}",
+        {},
+    )
+    tools: list[dict[str, Any]] = [
+        {"type": "function", "function": {"name": "a"}},
+        {"type": "function", "function": {"name": "b", "parameters": {"type": "object"}}},
+        {"type": "function", "function": {"name": "c", "description": "C", "parameters": {}}},
+    ]
+    assert made.render([], tools=tools) == '""{}""{}"C"{}'
+    assert ChatTemplate("{{ tools }}", {}).render([], tools=tools) == str(tools)

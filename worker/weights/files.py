@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from worker.config.checkpoint.fields import AGAIN, read_fields, unreadable
 from worker.config.checkpoint.foreign import ASIDE, no_safetensors
-from worker.config.checkpoint.quantization import WEIGHT_SCALES
+from worker.config.checkpoint.quantization import FORMATS, WEIGHT_SCALES
 from worker.config.checkpoint.refusals import READ, unquantized
 from worker.config.checkpoint.shape import read_architecture
 from worker.config.gguf.directory import LINKS
@@ -39,8 +39,8 @@ FOREIGN: Mapping[str, str] = {
     **dict.fromkeys(("scales", "biases"), "MLX"),
     "pre_quant_scale": "ModelOpt's AWQ",
 }
-EIGHT = "F8_E4M3"  # as safetensors has it
-DTYPES = ("BF16", "F16", "F32", "F64", EIGHT)  # of weights
+PLAIN = ("BF16", "F16", "F32", "F64")  # dtypes of weights, as safetensors has them
+SCALED = frozenset(row.dtype for row in FORMATS.values())
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -127,9 +127,9 @@ def check_weights(path: Path) -> None:
     for name, dtype in sorted(dtypes.items()):
         stem, _, end = name.rpartition(".")
         whose = FOREIGN.get(end, "")
-        if end == "weight" and dtype not in DTYPES:
+        if end == "weight" and dtype not in (*PLAIN, *SCALED):
             whose = f"numbers of type {dtype}"
-        elif end == "weight" and dtype == EIGHT:
+        elif end == "weight" and dtype in SCALED:
             scaled = any(f"{stem}.{scale}" in dtypes for scale in WEIGHT_SCALES)
             whose = "" if scaled else f"{dtype} without {' or '.join(WEIGHT_SCALES)}"
         if whose:
@@ -170,7 +170,7 @@ def _tensors(file: Path) -> dict[str, tuple[Sequence[int], str]]:
     if is_gguf(file):  # whose types are checked where its header is read
         architecture = read_architecture(read_fields(file.parents[1] / "config.json"))
         found = tensors_of(read_header(file), architecture)
-        return {name: (stored.shape, DTYPES[0]) for name, stored in found.items()}
+        return {name: (stored.shape, PLAIN[0]) for name, stored in found.items()}
     try:  # compares the file's size with its header
         with safe_open(file, framework="numpy") as reader:
             parts = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 - no mapping

@@ -9,6 +9,7 @@ from router.text.forms.form import ID, Form, Pairs, Tags, segments
 from router.text.forms.values import Depth, fields_of, loaded, object_of
 from router.text.parsers import sure
 
+SPACE = re.compile(r"\s*")
 NAME = re.compile(rf"[\w.-]{{1,{MAX_NAME}}}")
 # Of a JSON object: a key and what stands before it; a value that is no list or object; how far a
 # key may have come.
@@ -16,6 +17,8 @@ KEY = re.compile(r'\s*[{,]?\s*"((?:[^"\\]|\\.)*)"\s*:\s*')
 SCALAR = re.compile(r'("(?:[^"\\]|\\.)*"|[\w.+-]+(?=\s*[,}]))\s*')
 BEGUN = re.compile(r'\s*[{,]?\s*(?:"(?P<key>(?:[^"\\]|\\.)*)\\?(?P<whole>"\s*:?\s*)?)?')
 INNER = "function"  # holds name and arguments, in the JSON of some
+MAX_HEAD = 1024  # characters in which a call must tell its name, or become a whole object
+MAX_SKIPS = 16  # texts before a name that are no part of the form
 KNOWN = ("type", "id", "name", "arguments", "parameters", INNER)
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -64,8 +67,10 @@ class Heads:
 
     def _of(self, text: str, lead: Sequence[str]) -> Head | None:
         at = num = 0
-        while True:
+        for _ in range(len(lead) + MAX_SKIPS):
             at = _behind_space(text, at)
+            if at > MAX_HEAD:
+                return NONE
             if at == len(text):
                 return None
             if text.startswith("{", at):
@@ -77,6 +82,8 @@ class Heads:
             if i < 0:
                 break
             at, num = end, num + i + 1 if num + i < len(lead) else num
+        else:
+            return NONE
         own = self._form.own_lead
         if self._form.keys is not None or (own and num < len(lead)):
             return NONE
@@ -110,6 +117,8 @@ class Heads:
             return NONE
         while True:
             end = _behind_space(text, end)
+            if end - at > MAX_HEAD:
+                return NONE
             after = self._next(text, end, self._after_name[num:])
             if after is None:
                 return None
@@ -141,8 +150,10 @@ class Heads:
     def _object(self, text: str, at: int) -> Head | None:
         """The same of a call that is a JSON object."""
         if self._depth is None:
-            head = self._by_keys(text, at)
-            if head is not _WHOLE:
+            head = self._by_keys(text[: at + MAX_HEAD], at)
+            if head is None and len(text) < at + MAX_HEAD:
+                return None
+            if head is not None and head is not _WHOLE:
                 return head
         end = self._end(text, at, Depth)
         return self._whole(text[at:end], end) if end >= 0 else None
@@ -209,7 +220,8 @@ class Heads:
 
 
 def _behind_space(text: str, at: int) -> int:
-    return at + len(text[at:]) - len(text[at:].lstrip())
+    found = SPACE.match(text, at)
+    return found.end() if found else at
 
 
 def _name(value: Any) -> str:

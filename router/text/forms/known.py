@@ -72,16 +72,18 @@ _FORMS = (
         name="deepseek_r1", first=f"<{BAR}tool▁calls▁begin{BAR}>",
         opens=f"<{BAR}tool▁call▁begin{BAR}>function<{BAR}tool▁sep{BAR}>", named="\n```json\n",
         closes=f"\n```<{BAR}tool▁call▁end{BAR}>", last=f"<{BAR}tool▁calls▁end{BAR}>",
+        enters=(f"<{BAR}tool▁call▁begin{BAR}>",),
     ),
     Form(
         name="deepseek_v31", first=f"<{BAR}tool▁calls▁begin{BAR}>",
         opens=f"<{BAR}tool▁call▁begin{BAR}>", named=f"<{BAR}tool▁sep{BAR}>",
         closes=f"<{BAR}tool▁call▁end{BAR}>", between="", last=f"<{BAR}tool▁calls▁end{BAR}>",
+        enters=(f"<{BAR}tool▁call▁begin{BAR}>",),
     ),
     Form(
         name="kimi_k2", first="<|tool_calls_section_begin|>", opens="<|tool_call_begin|>functions.",
         named=f":{ID}<|tool_call_argument_begin|>", closes="<|tool_call_end|>", between="",
-        last="<|tool_calls_section_end|>",
+        last="<|tool_calls_section_end|>", enters=("<|tool_call_begin|>",),
     ),
     # JSON in a list.
     Form(
@@ -111,7 +113,7 @@ _FORMS = (
     # Names and values as programming languages write them.
     Form(
         name="olmo3", first="<function_calls>", named="(", style=Pairs("=", ")"),
-        last="</function_calls>",
+        last="</function_calls>", skips=(",", ";", "[", "]"),
     ),
     Form(
         name="lfm2", first="<|tool_call_start|>[", named="(", style=Pairs("=", ")"), between=", ",

@@ -16,7 +16,6 @@ from router.text.forms.schema import kinds_of, properties_of
 from router.text.forms.values import Depth
 from router.text.parsers import CallPart, Calls, Cut, Parsed, kept, sure
 
-INSIDE = re.compile(r'"(?:[^"\\]|\\.)*"|[^"]', re.DOTALL)  # an object: a string, or else
 State = Literal["content", "head", "arguments", "object", "tail"]
 
 
@@ -78,7 +77,8 @@ class FormParser(Calls):
     def _content(self) -> Parsed | None:
         if self._called and not self._said:  # white space behind calls separates them
             self._text = self._text.lstrip()
-        text, found = self._text, self._mark.search(self._text)
+        text = self._text  # of what is here already only white space at its beginning may be long
+        found = self._mark.search(text, len(text) - len(text.lstrip()))
         before = text[: found.start()] if found else sure(text, *self._form.marks)
         said = before.rstrip()
         self._text = text[len(said) :]
@@ -166,13 +166,14 @@ class FormParser(Calls):
         """
         assert self._depth is not None
         text, at, over = self._text, 0, False
-        while not over and (found := INSIDE.match(text, at)):
-            if text.startswith(self._ends, at):
-                over = True
-            elif any(end.startswith(text[at : at + len(end)]) for end in self._ends):
-                break  # of which there is only the beginning
-            else:
-                over, at = self._depth.feed(found[0]) >= 0, found.end()
+        while not over and at < len(text):
+            if not self._depth.is_quoted:
+                if over := text.startswith(self._ends, at):
+                    break
+                if any(end.startswith(text[at : at + len(end)]) for end in self._ends):
+                    break  # of which there is only the beginning
+            over = self._depth.feed(text[at]) >= 0
+            at += 1
         self._text = text[at:]
         if not over:
             return None

@@ -39,6 +39,11 @@ class Depth:
         self._quote = ""  # in whose text it is
         self._escaped = False
 
+    @property
+    def is_quoted(self) -> bool:
+        """Whether what comes stands in quotes."""
+        return bool(self._quote)
+
     def feed(self, text: str) -> int:
         """Index just past what ends it in `text`; -1 if nothing does."""
         at = 0
@@ -90,11 +95,15 @@ def escaped(text: str) -> str:
 
 
 def loaded(text: str) -> Any:
-    """The value of a text of JSON; Ellipsis: it is none."""
+    """The value of a text of JSON, to which NaN and Infinity are none; Ellipsis: it is none."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refused)
     except (ValueError, RecursionError):
         return ...
+
+
+def _refused(name: str) -> Any:
+    raise ValueError(name)
 
 
 def fields_of(text: str) -> dict[str, tuple[Any, str]]:

@@ -57,12 +57,14 @@ class Format(NamedTuple):
     """A format of weights. With a `quant_method` of its own it has a reader in METHODS, too."""
 
     served_by: str  # "module:class", a worker.weights.base.Format
+    dtype: str  # of its matrices, as safetensors has it
     compressed: Compressed | None = None  # None: compressed-tensors has no such format
 
 
 FORMATS: Mapping[str, Format] = {
     "e4m3": Format(
         "worker.weights.eight_bits:EightBits",
+        "F8_E4M3",
         Compressed(
             ("float-quantized", "naive-quantized"), "float", 8, ("tensor", "channel", "block"),
             "float",
