@@ -1,16 +1,16 @@
 """Answers in Anthropic's form: one message, whole or as events."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from msgspec.json import encode as to_json
+from pydantic_core import from_json
 
 from router.adapters.blocks import Block, Blocks, Kind, Step
 from router.dispatch.mailbox import Delta
 from router.dispatch.queue import Req, counted
 from router.errors import ApiError
-from router.openai.body import AnswerForm, Prepared, merged
+from router.openai.body import AnswerForm, Prepared, event_json, merged
 from router.openai.chat import ChatWriter
 
 DELTAS: dict[Kind, tuple[str, str]] = {  # their types, and where their texts are; none is custom
@@ -67,8 +67,8 @@ class MessageAnswer(AnswerForm):
 
     def _ended(self) -> dict[str, Any]:
         reason = REASONS[self._blocks.reason or "stop"]
-        stop = self._reqs[0].output.stopped_by
-        if reason == "end_turn" and stop:
+        stop = self._reqs[0].output.stopped_by if reason == "end_turn" else ""
+        if stop:
             reason = "stop_sequence"
         if reason == "max_tokens" and self._reqs[0].sampling.max_tokens < self._max_tokens:
             reason = "model_context_window_exceeded"
@@ -86,11 +86,11 @@ class MessageAnswer(AnswerForm):
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json({"type": kind, **fields}))
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), event_json({"type": kind, **fields}))
 
 
 def _shown(block: Block, *, whole: bool) -> dict[str, Any]:
-    """A block; one that begins is empty. Its arguments are {} where a limit has cut them."""
+    """A block; one that begins is empty. Of arguments that were cut it has what is whole."""
     text = block.text if whole else ""
     if block.kind == "call":
         return {"type": "tool_use", "id": block.id, "name": block.name, "input": _object(text)}
@@ -110,7 +110,8 @@ def _told(step: Step) -> bytes:
 
 
 def _object(text: str) -> Any:
+    """As Anthropic's client reads what comes of a stream."""
     try:
-        return json.loads(text)
+        return from_json(text, allow_partial=True)
     except ValueError:
         return {}

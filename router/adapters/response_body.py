@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from router.adapters.store import Item, Kept, ResponseStore
 from router.dispatch.mailbox import Delta
 from router.dispatch.queue import Req, counted
 from router.errors import ApiError
-from router.openai.body import AnswerForm, Prepared, merged
+from router.openai.body import AnswerForm, Prepared, event_json, merged
 from router.openai.chat import ChatWriter
 
 KINDS: dict[Kind, tuple[str, str, str]] = {  # what ids begin with; of the text: its field, events
@@ -52,15 +52,13 @@ class ResponseAnswer(AnswerForm):
         self._blocks = Blocks(prepared.writer)
         self._unique_id = UNFIT.sub("_", unique_id)  # a client's own part may hold anything
         self._num_events = 0
-        self._logprobs = list[Any]()  # of all tokens so far
-        self._num_told = 0  # of these
+        self._num_told = 0  # logprobs of the last text
         self._head: dict[str, Any] = {
             "id": f"resp_{self._unique_id}", "created_at": int(time.time()), **asked.head,
         }  # fmt: skip
 
     def whole(self, answers: Sequence[Delta]) -> bytes:
-        self._score(answers[0])
-        for _ in self._blocks.feed(answers[0]):
+        for _ in self._steps(answers[0]):
             pass
         return to_json(self._ended())
 
@@ -73,8 +71,7 @@ class ResponseAnswer(AnswerForm):
                     self._event(f"response.{name}", response=begun)
                     for name in ("created", "in_progress")
                 ]
-            self._score(delta)
-            events += [self._told(step) for step in self._blocks.feed(delta)]
+            events += map(self._told, self._steps(delta))
         return b"".join(events)
 
     def end(self) -> bytes:
@@ -100,17 +97,15 @@ class ResponseAnswer(AnswerForm):
         return response
 
     def _ended(self) -> dict[str, Any]:
-        is_cut = self._blocks.reason == "length"
+        is_cut, is_limit = self._blocks.is_cut, self._blocks.reason == "length"
         output = [self._item(block, whole=True) for block in self._blocks.all]
-        if is_cut and output[-1]["type"] != "reasoning":
-            output[-1]["status"] = "incomplete"
         status = "incomplete" if is_cut else "completed"
         thought = any(block.kind == "reasoning" for block in self._blocks.all)
         response = self._response(
             status, output,
             usage=_usage(self._reqs, thought=thought, think_end=self._asked.think_end),
             completed_at=None if is_cut else int(time.time()),
-            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
+            incomplete_details={"reason": "max_output_tokens"} if is_limit else None,
         )  # fmt: skip
         self._keep(response)
         return response
@@ -125,22 +120,22 @@ class ResponseAnswer(AnswerForm):
             conversation = [*asked.conversation, *response["output"]]
             asked.store.put(Kept(asked.owner, response, asked.inputs, conversation))
 
-    def _score(self, delta: Delta) -> None:
+    def _steps(self, delta: Delta) -> Iterator[Step]:
         found = self._writer.logprobs(delta)
-        if found is not None:
-            self._logprobs += msgspec.to_builtins(found.content)
+        scored = () if found is None else found.content
+        return self._blocks.feed(delta, [msgspec.to_builtins(each) for each in scored])
 
     def _item(self, block: Block, *, whole: bool) -> dict[str, Any]:
         """An item; one that begins is empty."""
         begin, of, _ = KINDS[block.kind]
         item: dict[str, Any] = {
             "id": f"{begin}_{self._unique_id}-{block.index}",
-            "status": "completed" if whole else "in_progress",
+            "status": "in_progress" if not whole else "incomplete" if block.is_cut else "completed",
         }
         if block.kind in CALLS:
             call = {"type": CALLS[block.kind], "call_id": block.id, **self._named(block)}
             return item | call | {of: block.text if whole else ""}
-        parts = [_part(block, self._logprobs, whole=True)] if whole else []
+        parts = [_part(block, whole=True)] if whole else []
         if block.kind == "reasoning":
             return item | {"type": "reasoning", "summary": [], "content": parts}
         return item | {"type": "message", "role": "assistant", "content": parts}
@@ -153,30 +148,32 @@ class ResponseAnswer(AnswerForm):
         move, block, text = step
         _, of, name = KINDS[block.kind]
         is_whole, has_part = move == "close", block.kind not in CALLS
+        if move == "open":
+            self._num_told = 0
         item = self._item(block, whole=is_whole)
         place: dict[str, Any] = {"output_index": block.index}
         inner = {**place, "item_id": item["id"]} | ({"content_index": 0} if has_part else {})
         if move == "more":
             if block.kind == "text":
-                inner["logprobs"] = self._logprobs[self._num_told :]
-                self._num_told = len(self._logprobs)
+                inner["logprobs"] = block.scored[self._num_told :]
+                self._num_told = len(block.scored)
             return self._event(f"response.{name}.delta", **inner, delta=text)
         verb = "done" if is_whole else "added"
         told = [(f"output_item.{verb}", {**place, "item": item})]
         if has_part:
-            part = _part(block, self._logprobs, whole=is_whole)
+            part = _part(block, whole=is_whole)
             told.append((f"content_part.{verb}", {**inner, "part": part}))
         if is_whole:
             inner |= {"name": self._named(block)["name"]} if block.kind == "call" else {}
             inner[of] = block.text
-            inner |= {"logprobs": self._logprobs} if block.kind == "text" else {}
+            inner |= {"logprobs": block.scored} if block.kind == "text" else {}
             told.append((f"{name}.done", inner))
             told.reverse()  # what was opened last ends first
         return b"".join(self._event(f"response.{kind}", **fields) for kind, fields in told)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
-        data = to_json({"type": kind, "sequence_number": number, **fields})
+        data = event_json({"type": kind, "sequence_number": number, **fields})
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 
@@ -195,9 +192,9 @@ def _usage(reqs: Sequence[Req], *, thought: bool, think_end: int | None) -> dict
     }
 
 
-def _part(block: Block, logprobs: list[Any], *, whole: bool) -> dict[str, Any]:
+def _part(block: Block, *, whole: bool) -> dict[str, Any]:
     """All there is of text or reasoning; one that begins is empty."""
     part: dict[str, Any] = {"type": KINDS[block.kind][2], "text": block.text if whole else ""}
     if block.kind == "text":
-        part |= {"annotations": [], "logprobs": logprobs if whole else []}
+        part |= {"annotations": [], "logprobs": block.scored if whole else []}
     return part

@@ -251,10 +251,11 @@ class Dispatcher:
             assert req.route is not None
             self._wire.send(req.route.decode, Stop(req.req_id, req.dispatch, req.position))
             reason = FinishReason.STOP if num else FinishReason.LENGTH  # it wanted none
-            self._end(req, Delta(req.index, piece.text, reason, scored=scored))
+            self._end(req, Delta(req.index, piece.text, reason, scored=scored, starts=piece.starts))
         elif piece.text or scored:
             prompt = req.take_scored() if req.scored else ()
-            req.mailbox.put(Delta(req.index, piece.text, scored=scored, prompt=prompt))
+            delta = Delta(req.index, piece.text, scored=scored, starts=piece.starts, prompt=prompt)
+            req.mailbox.put(delta)
             self._touched.append(req.mailbox)
         return piece.stopped
 
@@ -336,6 +337,7 @@ class Dispatcher:
         spent = last.spent = req.spent
         last.windows = req.windows if req.sampling.return_trace else None
         last.prompt = req.take_scored() if req.scored else ()
+        last.stopped_by = req.output.stopped_by
         req.mailbox.put(last)
         metrics, now = self._metrics, time.monotonic()
         if req.trace is not None:

@@ -24,9 +24,11 @@ class Delta(msgspec.Struct, gc=False):
     finish_reason: FinishReason | None = None
     error: ApiError | None = None
     scored: Scored = ()  # tokens, if their logprobs are wanted
+    starts: Sequence[int] = ()  # of these: where they begin in all of the text, its end uncut
     spent: StageTimes | None = None  # with a finish reason
     windows: Sequence[Window] | None = None  # the accept trace if asked for, with a finish reason
     prompt: Scored = ()  # the prompt's tokens but its first, if theirs are, before any text
+    stopped_by: str = ""  # the stop string before which the text has ended
     resumed: bool = False  # the choice goes on at another worker; there is no text
 
 

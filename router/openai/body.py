@@ -1,13 +1,14 @@
 """A request that has passed every check, and the bytes of its answer, whole or streamed."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 from msgspec import UNSET
 from msgspec.json import encode as to_json
+from msgspec.structs import replace
 
 from router.dispatch.mailbox import Delta, Scored
 from router.dispatch.queue import Req, counted
@@ -30,13 +31,14 @@ class AnswerWriter(Protocol):
     whole_object: str
     chunk_object: str
     has_one_prompt: bool  # then its ids stand beside the choices, else in them
+    opens_together: bool  # all choices begin, in order, before any text
 
     def opening(self, delta: Delta) -> Choice | None:
-        """What the endpoint sends of a choice before its first text, the delta's, if anything."""
+        """What the endpoint sends of a delta's choice before its first text, if anything."""
         ...
 
-    def chunk(self, delta: Delta) -> Choice | None:
-        """What a chunk says of a delta; None when nothing is certain yet."""
+    def chunks(self, delta: Delta) -> Sequence[Choice]:
+        """What chunks say of a delta, part by part; none when nothing is certain yet."""
         ...
 
     def whole(self, index: int, delta: Delta) -> Choice:
@@ -90,6 +92,8 @@ class Prepared:
 
 
 DONE = b"data: [DONE]\n\n"
+# What is no end of a line in JSON, and is one to clients that read lines of text.
+NEW_LINES = {char.encode(): b"\\u%04x" % ord(char) for char in "\u0085\u2028\u2029"}
 RESUMED = b": choice %d goes on at another worker\n\n"
 
 
@@ -130,17 +134,25 @@ class Body(AnswerForm):
             events += [RESUMED % delta.index for delta in deltas if delta.resumed]
         for delta in merged(deltas) if len(deltas) > 1 else deltas:
             if delta.index not in self._opened:
-                self._opened.add(delta.index)
-                opening = writer.opening(delta)
-                if opening is not None:
-                    events.append(self._event(opening))
-            choice = writer.chunk(delta)
-            if choice is not None:
+                events += self._open(delta)
+            choices = writer.chunks(delta)
+            if choices:
                 if delta.finish_reason is not None:
-                    self._account(choice, delta)
-                self._identify(choice, delta.index)
-                events.append(self._event(choice))
+                    self._account(choices[-1], delta)
+                self._identify(choices[0], delta.index)
+                for choice in choices:
+                    events.append(self._event(choice))
         return b"".join(events)
+
+    def _open(self, delta: Delta) -> Iterator[bytes]:
+        """OpenAI's own client fails where a choice comes before one of a lower index."""
+        together = self._prepared.writer.opens_together
+        for index in range(len(self._prepared.reqs)) if together else (delta.index,):
+            self._opened.add(index)
+            own = delta if index == delta.index else Delta(index)
+            opening = self._prepared.writer.opening(own)
+            if opening is not None:
+                yield self._event(opening)
 
     def end(self) -> bytes:
         if not self._prepared.include_usage:
@@ -149,14 +161,14 @@ class Body(AnswerForm):
         return self._event() + DONE
 
     def failed(self, error: ApiError) -> bytes:
-        return b"data: %b\n\n" % to_json(error.body) + DONE
+        return b"data: %b\n\n" % event_json(error.body) + DONE
 
     def _event(self, *choices: Choice) -> bytes:
         completion = self._completion
         completion.choices = choices
         if self._prepared.continuous_usage:
             completion.usage = self._usage()
-        event = b"data: %b\n\n" % to_json(completion)
+        event = b"data: %b\n\n" % event_json(completion)
         completion.prompt_token_ids = UNSET
         return event
 
@@ -199,6 +211,15 @@ class Body(AnswerForm):
         )
 
 
+def event_json(body: object) -> bytes:
+    """JSON for an event, in which every kind of line is one."""
+    data = to_json(body)
+    if not data.isascii():
+        for raw, escaped in NEW_LINES.items():
+            data = data.replace(raw, escaped)
+    return data
+
+
 def num_scored(deltas: Sequence[Delta]) -> int:
     """Tokens with logprobs, and steps of accept traces, in `deltas`."""
     counts = [(len(d.scored), len(d.prompt), len(d.windows or ())) for d in deltas]
@@ -216,7 +237,6 @@ def merged(deltas: Sequence[Delta]) -> list[Delta]:
 def _sum(deltas: Sequence[Delta]) -> Delta:
     text = "".join(delta.text for delta in deltas)
     scored = tuple(token for delta in deltas for token in delta.scored)
+    starts = [start for delta in deltas for start in delta.starts]
     last, prompt = deltas[-1], next((delta.prompt for delta in deltas if delta.prompt), ())
-    return Delta(
-        last.index, text, last.finish_reason, None, scored, last.spent, last.windows, prompt=prompt
-    )
+    return replace(last, text=text, scored=scored, starts=starts, prompt=prompt)

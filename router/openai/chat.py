@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable, Container, Sequence
 from typing import Any, cast
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from router.dispatch.mailbox import Delta
 from router.errors import invalid, unsupported
@@ -25,7 +25,7 @@ from router.openai.reply import (
     ToolCall,
 )
 from router.openai.schema import Message, OfTemplate
-from router.text.parsers import CallPart, Parsed, Parser, Plain
+from router.text.parsers import CallPart, Parsed, Parser, Plain, TextPart
 from router.text.probe import CONTENTS, Probe, json_text
 from router.text.reasoning import Marks
 from router.text.template import AsWritten, ChatTemplate, billless, text_of_parts, text_parts
@@ -46,7 +46,7 @@ class ChatWriter(AnswerWriter):
     prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    has_one_prompt = True
+    has_one_prompt = opens_together = True
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ChatWriter(AnswerWriter):
         self._parser = parser
         self._bytes_of = bytes_of
         self._parsers: dict[int, Parser] = {}
-        self._called: set[int] = set()  # choices with a tool call
+        self._called: dict[int, bool] = {}  # choices with a tool call: whether the last is whole
         # Most chunks are this one with another text: one is encoded before the next is made.
         self._text_chunk = ChunkChoice(
             index=0, delta=DeltaMessage(content=""), logprobs=None, finish_reason=None
@@ -72,22 +72,22 @@ class ChatWriter(AnswerWriter):
         empty = DeltaMessage(role="assistant", content="", refusal=None)
         return ChunkChoice(index=delta.index, delta=empty, logprobs=None, finish_reason=None)
 
-    def chunk(self, delta: Delta) -> Choice | None:
+    def chunks(self, delta: Delta) -> Sequence[Choice]:
         if self._parser is Plain and delta.finish_reason is None and not delta.scored:
             text = self._text_chunk
             text.index, text.delta.content = delta.index, delta.text
-            return text
-        parsed, reason = self.parsed(delta), self.reason(delta)
-        if not parsed and reason is None and not delta.scored:
-            return None
-        new = DeltaMessage(
-            content=parsed.content or UNSET,
-            reasoning_content=parsed.reasoning or UNSET,
-            reasoning=parsed.reasoning or UNSET,
-            tool_calls=_tool_calls(parsed.calls),
-        )
-        logprobs = self.logprobs(delta)
-        return ChunkChoice(index=delta.index, delta=new, logprobs=logprobs, finish_reason=reason)
+            return (text,)
+        told = [_told(part) for part in self.parsed(delta).parts]
+        reason, logprobs = self.reason(delta), self.logprobs(delta)
+        if not told and (reason is not None or delta.scored):
+            told.append(DeltaMessage())
+        chunks = list[Choice]()
+        for i, new in enumerate(told, 1):
+            why = reason if i == len(told) else None
+            one = ChunkChoice(index=delta.index, delta=new, logprobs=logprobs, finish_reason=why)
+            chunks.append(one)
+            logprobs = None
+        return chunks
 
     def whole(self, index: int, delta: Delta) -> Choice:
         parsed = self.parsed(delta)
@@ -96,7 +96,7 @@ class ChatWriter(AnswerWriter):
             content=content,
             reasoning_content=parsed.reasoning or UNSET,
             reasoning=parsed.reasoning or UNSET,
-            tool_calls=_tool_calls(parsed.calls, whole=True),
+            tool_calls=[_tool_call(part, whole=True) for part in parsed.calls] or UNSET,
         )
         reason = self.reason(delta)
         assert reason is not None
@@ -111,22 +111,29 @@ class ChatWriter(AnswerWriter):
             parser = self._parsers[delta.index] = self._parser()
         parsed = parser.feed(delta.text) if delta.text else Parsed()
         if delta.finish_reason is not None:
-            parsed += parser.finish(cut=delta.finish_reason is FinishReason.LENGTH)
-        if not self._reasons:
-            parsed.reasoning = ""
-        for part in parsed.calls:
-            self._called.add(delta.index)
-            at = delta.index, part.index
-            if part.id and part.name in self._custom:
-                self._inputs[at] = Input()
-            if at in self._inputs:
-                part.is_custom, part.arguments = True, self._inputs[at].feed(part.arguments)
-        parsed.calls = [part for part in parsed.calls if part.id or part.arguments]
+            is_limit = delta.finish_reason is FinishReason.LENGTH
+            parsed += parser.finish(cut=delta.stopped_by or is_limit)
+        parsed.parts = [part for part in parsed.parts if self._is_told(delta.index, part)]
         return parsed
 
+    def _is_told(self, choice: int, part: TextPart | CallPart) -> bool:
+        """Whether there is more to tell than that a call has ended; that is noted."""
+        if isinstance(part, TextPart):
+            return self._reasons or part.kind == "text"
+        self._called[choice] = part.is_whole
+        at = choice, part.index
+        if part.id and part.name in self._custom:
+            self._inputs[at] = Input()
+        if at in self._inputs:
+            part.is_custom, part.arguments = True, self._inputs[at].feed(part.arguments)
+        return bool(part.id or part.arguments)
+
     def reason(self, delta: Delta) -> str | None:
-        """Why its choice has ended; None: it has not. Call it after `parsed`."""
-        if delta.finish_reason is FinishReason.STOP and delta.index in self._called:
+        """Why its choice has ended; None: it has not. Call it after `parsed`.
+
+        A last call that was cut is none to execute, whatever has cut it.
+        """
+        if delta.finish_reason is FinishReason.STOP and self._called.get(delta.index):
             return "tool_calls"
         return delta.finish_reason
 
@@ -137,20 +144,25 @@ class ChatWriter(AnswerWriter):
         return chat_logprobs(delta.scored, self._bytes_of)
 
 
-def _tool_calls(parts: Sequence[CallPart], *, whole: bool = False) -> list[ToolCall] | UnsetType:
-    """In a chunk only what is new is written; a call's id, type and name come once."""
-    calls: list[ToolCall] = []
-    for part in parts:
-        call = ToolCall(index=UNSET if whole else part.index, id=part.id or UNSET)
-        name = part.name if part.id else UNSET
-        if part.is_custom:
-            call.custom = CustomCall(name=name, input=part.arguments)
-        else:
-            call.function = FunctionCall(name=name, arguments=part.arguments)
-        if part.id:
-            call.type = "custom" if part.is_custom else "function"
-        calls.append(call)
-    return calls or UNSET
+def _told(part: TextPart | CallPart) -> DeltaMessage:
+    """What a chunk says of a part: of a call id, type and name come once."""
+    if isinstance(part, CallPart):
+        return DeltaMessage(tool_calls=[_tool_call(part)])
+    if part.kind == "text":
+        return DeltaMessage(content=part.text)
+    return DeltaMessage(reasoning_content=part.text, reasoning=part.text)
+
+
+def _tool_call(part: CallPart, *, whole: bool = False) -> ToolCall:
+    call = ToolCall(index=UNSET if whole else part.index, id=part.id or UNSET)
+    name = part.name if part.id else UNSET
+    if part.is_custom:
+        call.custom = CustomCall(name=name, input=part.arguments)
+    else:
+        call.function = FunctionCall(name=name, arguments=part.arguments)
+    if part.id:
+        call.type = "custom" if part.is_custom else "function"
+    return call
 
 
 def rendered(

@@ -1,15 +1,16 @@
 """POST /v1/completions: prompts as text or token ids, answers to text choices."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from router.dispatch.mailbox import Delta
 from router.openai.body import AnswerWriter
-from router.openai.logprobs import BytesOf, text_logprobs
+from router.openai.logprobs import BytesOf, starts_in, text_logprobs
 from router.openai.reply import Choice, TextChoice, TextLogprobs
 from router.openai.schema import CompletionBody
 from router.openai.served import Served
 from router.text.tokenizer import Text
-from worker.api import FinishReason, TokenLogprob
+from worker.api import TokenLogprob
 
 
 class TextWriter(AnswerWriter):
@@ -22,7 +23,7 @@ class TextWriter(AnswerWriter):
     prefix = "cmpl"
     whole_object = "text_completion"
     chunk_object = "text_completion"
-    has_one_prompt = False
+    has_one_prompt = opens_together = False
 
     def __init__(
         self,
@@ -35,38 +36,58 @@ class TextWriter(AnswerWriter):
         self._prompts, self._num_top = prompts, num_top
         self._echoes = echoes
         self._bytes_of = bytes_of
-        self._offsets: dict[int, int] = {}  # by choice: characters of the tokens written
+        self._texts: dict[int, _Told] = {}  # by choice
 
     def opening(self, delta: Delta) -> Choice | None:
         if not self._echoes:
             return None
-        return self._choice(delta.index, self._echoes[delta.index], self._echoed(delta))
+        return self._choice(Delta(delta.index, prompt=delta.prompt), self._echoes[delta.index])
 
-    def chunk(self, delta: Delta) -> Choice:
-        return self._choice(delta.index, delta.text, delta.scored, delta.finish_reason)
+    def chunks(self, delta: Delta) -> Sequence[Choice]:
+        return (self._choice(delta),)
 
     def whole(self, index: int, delta: Delta) -> Choice:
-        text = self._echoes[delta.index] + delta.text if self._echoes else delta.text
-        scored = (*self._echoed(delta), *delta.scored)
-        return self._choice(index, text, scored, delta.finish_reason)
+        choice = self._choice(delta, self._echoes[delta.index] if self._echoes else "")
+        choice.index = index
+        return choice
 
-    def _echoed(self, delta: Delta) -> Sequence[tuple[int, TokenLogprob | None]]:
-        """The tokens of the prompt with their logprobs, if these are echoed."""
-        return ((self._prompts[delta.index][0], None), *delta.prompt) if self._prompts else ()
-
-    def _choice(
-        self,
-        index: int,
-        text: str,
-        scored: Sequence[tuple[int, TokenLogprob | None]],
-        finish_reason: FinishReason | None = None,
-    ) -> TextChoice:
+    def _choice(self, delta: Delta, echo: str = "") -> TextChoice:
+        """echo: what comes before the delta's text, its prompt."""
+        index, text, reason = delta.index, echo + delta.text, delta.finish_reason
         logprobs: TextLogprobs | None = None
-        if scored and self._bytes_of is not None:
-            offset = self._offsets.get(index, 0)
-            logprobs = text_logprobs(scored, self._bytes_of, offset, self._num_top)
-            self._offsets[index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
-        return TextChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish_reason)
+        if self._bytes_of is not None:
+            told = self._texts.setdefault(index, _Told())
+            if echo and self._prompts:
+                prompt = self._prompts[index]
+                starts = starts_in(echo, prompt, self._bytes_of)
+                told.held += zip(starts, ((prompt[0], None), *delta.prompt), strict=False)
+            told.num_echoed += len(echo)
+            starts = (told.num_echoed + start for start in delta.starts)
+            told.held += zip(starts, delta.scored, strict=True)
+            told.num_chars += len(text)
+            scored, offsets = told.take(is_last=reason is not None)
+            if scored:
+                logprobs = text_logprobs(scored, self._bytes_of, offsets, self._num_top)
+        return TextChoice(index=index, text=text, logprobs=logprobs, finish_reason=reason)
+
+
+Token = tuple[int, TokenLogprob | None]
+
+
+@dataclass(slots=True)
+class _Told:
+    """What was told of a choice: tokens wait until the text where they begin is told, too."""
+
+    num_chars: int = 0
+    num_echoed: int = 0
+    held: list[tuple[int, Token]] = field(default_factory=list[tuple[int, Token]])
+
+    def take(self, *, is_last: bool) -> tuple[list[Token], list[int]]:
+        """Tokens that may be told, and their offsets: a stop string's have the end of the text."""
+        waits = (i for i, (start, _) in enumerate(self.held) if start > self.num_chars)
+        num = len(self.held) if is_last else next(waits, len(self.held))
+        told, self.held = self.held[:num], self.held[num:]
+        return [scored for _, scored in told], [min(at, self.num_chars) for at, _ in told]
 
 
 def prompts(body: CompletionBody, served: Served, salt: str) -> list[tuple[int, ...]]:

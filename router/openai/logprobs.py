@@ -1,6 +1,6 @@
 """Logprobs of tokens in the two forms of OpenAI's API."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from router.dispatch.mailbox import Scored
@@ -59,19 +59,22 @@ def of_prompt(scored: Scored, bytes_of: BytesOf, num_top: int) -> PromptLogprobs
 
 
 def text_logprobs(
-    scored: Sequence[tuple[int, TokenLogprob | None]], bytes_of: BytesOf, offset: int, num_top: int
+    scored: Sequence[tuple[int, TokenLogprob | None]],
+    bytes_of: BytesOf,
+    offsets: Sequence[int],
+    num_top: int,
 ) -> TextLogprobs:
-    """choices[].logprobs of a completion; the first token begins at `offset`.
+    """choices[].logprobs of a completion. offsets: where the tokens begin in its text.
 
     None: a token without any, as the first of a prompt. A token's own logprob is always among the
     alternatives; num_top: of the others.
     """
-    logprobs = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    logprobs = TextLogprobs(
+        tokens=[], token_logprobs=[], top_logprobs=[], text_offset=list(offsets)
+    )
     for token, scores in scored:
         shown = _shown(bytes_of(token))
         logprobs.tokens.append(shown)
-        logprobs.text_offset.append(offset)
-        offset += len(shown)
         own = top = None
         if scores is not None:
             own = finite(scores.logprob)
@@ -80,6 +83,19 @@ def text_logprobs(
         logprobs.token_logprobs.append(own)
         logprobs.top_logprobs.append(top)
     return logprobs
+
+
+def starts_in(text: str, tokens: Sequence[int], bytes_of: BytesOf) -> Iterator[int]:
+    """Where the tokens of a prompt begin in its text; one that was added has no width there."""
+    raw, at, num_chars = text.encode("utf-8", "replace"), 0, 0
+    for token in tokens:
+        own = bytes_of(token)
+        own = own if raw.startswith(own, at) else own.lstrip(b" ")
+        inside = raw[at : at + 1] > b"\x7f" and raw[at] < 0xC0  # of a character that has begun
+        yield num_chars - inside
+        if raw.startswith(own, at):
+            at += len(own)
+            num_chars += sum(byte & 0xC0 != 0x80 for byte in own)
 
 
 def mean(scored: Scored) -> float:

@@ -265,7 +265,8 @@ class Preparer:
             leader: Req | None = None
             for i in range(body.num_samples):
                 keeps, is_wanted = body.include_stop_str_in_output, body.asked_max_tokens[0] != 0
-                ends = Ends(body.stop, keeps, body.min_tokens, job.over(), is_wanted)
+                places = body.num_logprobs >= 0
+                ends = Ends(body.stop, keeps, body.min_tokens, job.over(), is_wanted, places)
                 output = text.output(prompt, ends, skip)
                 own = replace(sampling, seed=seed_of(sampling.seed, i))
                 reqs.append(Req(len(reqs), prompt, own, output, leader, job.salt))

@@ -5,8 +5,9 @@ Its messages are <|channel|>...<|message|>...<|end|>, and channel and recipient 
 
 import re
 
+from router.text.forms.values import Depth
 from router.text.grammar import Spelling
-from router.text.parsers import CallPart, Calls, Parsed, sure
+from router.text.parsers import CallPart, Calls, Cut, Parsed, kept, sure
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")  # of a message
@@ -34,12 +35,16 @@ class Harmony(Calls):
         self._in_header = True
         self._channel = ""
         self._in_call = False
+        self._depth, self._is_whole = Depth(), False  # of a call's arguments
 
-    def finish(self, *, cut: bool = False) -> Parsed:
+    def finish(self, *, cut: Cut = False) -> Parsed:
         text, self._text = self._text, ""
-        if self._in_header or self._in_call:
-            return Parsed()  # a header, or arguments that are not whole
-        return self._as(sure(text, *ENDS) if cut else text)
+        if self._in_header:  # a mark was forgotten, unless it only says whose turn it is
+            role = text.removeprefix("<|start|>").strip() in ("", "assistant")
+            return Parsed.of("" if cut or role or CHANNEL in text else text)
+        if self._in_call:
+            return Parsed(CallPart(self.num_calls, is_whole=True)) if self._is_whole else Parsed()
+        return self._as(kept(text, cut, *ENDS))
 
     def _step(self) -> Parsed | None:
         if self._in_header:
@@ -49,21 +54,23 @@ class Harmony(Calls):
             self._text, self._in_header = rest, False
             self._channel = (header.rpartition(CHANNEL)[2].split() or [""])[0]
             if name := RECIPIENT.search(header):
-                self._in_call = True
-                return Parsed(calls=[CallPart.begun(self.num_calls, name[1])])
+                self._in_call, self._depth, self._is_whole = True, Depth(), False
+                return Parsed(CallPart.begun(self.num_calls, name[1]))
             return Parsed()
         found = END.search(self._text)
         body = self._text[: found.start()] if found else sure(self._text, *ENDS)
         if found is None and not body:
             return None
         self._text = self._text[found.end() if found else len(body) :]
-        parsed = self._as(body)
+        parsed = self._as(body, ends=found is not None)
         if found:
             self.num_calls += self._in_call
             self._in_header, self._in_call = True, False
         return parsed
 
-    def _as(self, text: str) -> Parsed:
+    def _as(self, text: str, *, ends: bool = False) -> Parsed:
         if self._in_call:
-            return Parsed(calls=[CallPart(self.num_calls, text)] if text else [])
-        return Parsed(reasoning=text) if self._channel == "analysis" else Parsed(text)
+            self._is_whole |= self._depth.feed(text) >= 0
+            part = CallPart(self.num_calls, text, is_whole=ends and self._is_whole)
+            return Parsed(part) if text or ends else Parsed()
+        return Parsed.of(text, "reasoning" if self._channel == "analysis" else "text")

@@ -196,6 +196,7 @@ class Piece(NamedTuple):
     text: str
     num_tokens: int
     stopped: bool = False
+    starts: Sequence[int] = ()  # `Ends.places`: where they begin in the text before stop strings
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +208,7 @@ class Ends:
     min_tokens: int = 0
     over: Callable[[str], bool] | None = None  # gets a token's text, says whether it is the last
     is_wanted: bool = True  # False: the answer ends before its first token
+    places: bool = False  # of tokens are wanted
 
 
 BY_MODEL = Ends()
@@ -224,6 +226,7 @@ class OutputText:
         self._matcher = StopMatcher(ends.stops, keeps=ends.keeps_stop) if ends.stops else None
         self._num_unmatched = ends.min_tokens
         self._over, self._is_wanted = ends.over, ends.is_wanted
+        self._places, self._num_chars = ends.places, 0
 
     @property
     def stopped_by(self) -> str:
@@ -234,11 +237,13 @@ class OutputText:
         """Take the next tokens; after a `stopped` piece nothing may follow."""
         if not self._is_wanted:
             return Piece("", 0, stopped=True)
-        if self._matcher is None and self._over is None:
+        if self._matcher is None and self._over is None and not self._places:
             return Piece(self._detokenizer.feed(tokens), len(tokens))
-        texts: list[str] = []
+        texts, starts = list[str](), list[int]()
         for i, token in enumerate(tokens):
             text = self._detokenizer.feed((token,))
+            starts.append(self._num_chars)
+            self._num_chars += len(text)
             stopped, may_stop = False, self._num_unmatched <= 0
             self._num_unmatched -= 1
             if may_stop and self._matcher is not None:
@@ -246,8 +251,8 @@ class OutputText:
             texts.append(text)
             is_over = self._over is not None and self._over(text)
             if stopped or (may_stop and is_over):
-                return Piece("".join(texts), i + 1, stopped=True)
-        return Piece("".join(texts), len(tokens))
+                return Piece("".join(texts), i + 1, stopped=True, starts=starts)
+        return Piece("".join(texts), len(tokens), starts=starts)
 
     def finish(self) -> str:
         """The rest of the text once the last token was fed."""

@@ -15,7 +15,8 @@ from typing import Any, Literal, Protocol
 
 from worker.errors import UserError
 
-MAX_S = 0.5  # of a CPU for one probe; a rendering that has begun then is the last (`template.MAX_TURNS`)
+# Of a CPU for one probe; a rendering that has begun then is the last (`template.MAX_TURNS`).
+MAX_S = 0.5
 Message = dict[str, Any]
 Content = Literal["empty", "null", "absent"]
 CONTENTS: Mapping[Content, Message] = {

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from router.text.parsers import Parsed, Parser, sure
+from router.text.parsers import Cut, Parsed, Parser, kept, sure
 
 
 class Marks(NamedTuple):
@@ -50,14 +50,14 @@ class Answer(Parser):
             self._text = start.removeprefix(self._opens) if self._begun else self._text
             if not self._begun:
                 return self._inner.feed(self._take(len(self._text)))
-        kept = self._text.rstrip().removesuffix(self._closes)
-        return self._inner.feed(self._take(len(sure(kept.rstrip(), self._closes).rstrip())))
+        shown = self._text.rstrip().removesuffix(self._closes)
+        return self._inner.feed(self._take(len(sure(shown.rstrip(), self._closes).rstrip())))
 
-    def finish(self, *, cut: bool = False) -> Parsed:
-        kept = "" if cut and self._begun is None else self._text
+    def finish(self, *, cut: Cut = False) -> Parsed:
+        rest = kept(self._text, cut, self._closes if self._begun else self._opens)
         if self._begun:
-            kept = (sure(kept, self._closes) if cut else kept).rstrip().removesuffix(self._closes)
-        parsed = self._inner.feed(kept) if kept else Parsed()
+            rest = rest.rstrip().removesuffix(self._closes)
+        parsed = self._inner.feed(rest) if rest else Parsed()
         parsed += self._inner.finish(cut=cut)
         return parsed
 
@@ -97,12 +97,13 @@ class Reasoning(Parser):
             self._text = start.removeprefix(self._open)
         return self._reasoning()
 
-    def finish(self, *, cut: bool = False) -> Parsed:
+    def finish(self, *, cut: Cut = False) -> Parsed:
         parsed, rest = Parsed(), self._take()
         if self._inside:
-            parsed.reasoning = self._trimmed(rest)
-        elif self._inside is False or not (cut and rest.strip()):  # else it is part of what opens
-            parsed += self._rest(rest)
+            rest = kept(rest, cut, self._close, *self._calls)
+            parsed = Parsed.of(self._trimmed(rest), "reasoning")
+        else:
+            parsed += self._rest(kept(rest, cut, self._open))
         parsed += self._inner.finish(cut=cut)
         return parsed
 
@@ -114,12 +115,12 @@ class Reasoning(Parser):
                 reasoning, marker, rest = before, call, self._text[len(before) :]
         if marker:
             self._inside, self._stripping, self._text = False, True, ""
-            parsed = Parsed(reasoning=self._trimmed(reasoning))
+            parsed = Parsed.of(self._trimmed(reasoning), "reasoning")
             parsed += self._rest(rest)
             return parsed
         shown = sure(reasoning, self._close, *self._calls).rstrip()
         self._text = reasoning[len(shown) :]
-        return Parsed(reasoning=self._trimmed(shown, end=False))
+        return Parsed.of(self._trimmed(shown, end=False), "reasoning")
 
     def _trimmed(self, text: str, *, end: bool = True) -> str:
         text = text if self._begun else text.lstrip()

@@ -210,7 +210,8 @@ def test_without_a_mutant_the_law_is_green(law: str, tmp_path: Path) -> None:
 def mutate(monkeypatch: pytest.MonkeyPatch, where: str, old: str, new: str) -> None:
     """Put a changed function into its module or class, and wherever it was imported by name."""
     module_name, _, path = where.partition(":")
-    module = importlib.import_module(f"worker.{module_name}")
+    own = module_name.startswith("router.")
+    module = importlib.import_module(module_name if own else f"worker.{module_name}")
     *owners, name = path.split(".")
     owner: Any = getattr(module, owners[0]) if owners else module
     real: Any = inspect.getattr_static(owner, name)
@@ -222,7 +223,9 @@ def mutate(monkeypatch: pytest.MonkeyPatch, where: str, old: str, new: str) -> N
     exec(compile(source.replace(old, new), where, "exec", flags), vars(module), made)
     changed = property(made[name]) if isinstance(real, property) else made[name]
     monkeypatch.setattr(owner, name, changed)
-    for other in [m for n, m in sys.modules.items() if n.startswith(("worker.", "tests."))]:
+    for other in [
+        m for n, m in sys.modules.items() if n.startswith(("worker.", "router.", "tests."))
+    ]:
         for attribute, value in list(vars(other).items()):
             if value is real and other is not module:
                 monkeypatch.setattr(other, attribute, changed)

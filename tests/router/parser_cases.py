@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from router.text.forms.known import FORMS
 from router.text.forms.parser import FormParser
 from router.text.harmony import Harmony
-from router.text.parsers import FirstCallOnly, Parsed, Parser, Plain
+from router.text.parsers import Cut, FirstCallOnly, Parsed, Parser, Plain
 from router.text.reasoning import Reasoning
 
 NAMES = ("look", "add")
@@ -60,9 +60,7 @@ def parts(parsed: Parsed) -> Parts:
     return parsed.content, parsed.reasoning, [(each.name, each.arguments) for each in parsed.calls]
 
 
-def through(
-    make: Callable[[], Parser], text: str, seed: int | None, *, cut: bool = False
-) -> Parsed:
+def through(make: Callable[[], Parser], text: str, seed: int | None, *, cut: Cut = False) -> Parsed:
     """The sum of what a parser says of `text`, in pieces at random; None: in one piece."""
     parser, parsed, rng = make(), Parsed(), random.Random(seed)
     while text:
@@ -98,6 +96,12 @@ CASES: list[tuple[Callable[[], Parser], str, Parts]] = [
     (Hermes, "<tool_call>\n{", ("<tool_call>\n{", "", [])),
     (Hermes, f"<tool_call>{ONE}", ("", "", [("look", ARGS)])),
     (Hermes, f"<tool_call>{ONE[:-6]}", ("", "", [("look", ARGS[:-5])])),
+    # What a model forgets: a closing mark, a bracket, both.
+    (Hermes, f"<tool_call>{ONE}\n{hermes(TWO)}\nso", ("so", "", BOTH)),
+    (Hermes, f"<tool_call>{ONE}\nso", ("so", "", [("look", ARGS)])),
+    (Hermes, f"{hermes(ONE[:-1])}\nso", ("so", "", [("look", ARGS)])),
+    (Hermes, f"<tool_call>{ONE[:-1]}{hermes(TWO)}", ("", "", BOTH)),
+    (Hermes, f"a {hermes(ONE)}b{hermes(TWO)}\nc", ("a b\nc", "", BOTH)),
     (Hermes, "a < b <tool", ("a < b <tool", "", [])),
     (first, f"{hermes(ONE)}\n{hermes(TWO)}", ("", "", [("look", ARGS)])),
     (llama3, "plain {text}", ("plain {text}", "", [])),
@@ -166,6 +170,9 @@ CASES: list[tuple[Callable[[], Parser], str, Parts]] = [
     ),
     (Harmony, "<|channel|>final<|message|>a <|e", ("a <|e", "", [])),
     (Harmony, "<|channel|>fin", ("", "", [])),
+    (Harmony, "so", ("so", "", [])),
+    (Harmony, f"{THOUGHT}so", ("so", "why < so", [])),
+    (Harmony, f"{THOUGHT}<|start|>assistant", ("", "why < so", [])),
 ]
 BACKWARDS = '{"arguments": {"a": 1}, "name": "look"}'
 TYPED = '{"type": "function", "name": "add", "parameters": {"x": 1}}'

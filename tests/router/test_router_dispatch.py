@@ -16,6 +16,7 @@ import router.dispatch.claims
 from router.dispatch.members import MIN_AHEAD, NONE_EXPECTED
 from router.dispatch.suspect import INNOCENT_TOKENS, MAX_ABSENT
 from router.dispatch.turns import NUM_TIMED
+from router.errors import ApiError
 from router.http.app import RouterServer
 from tests.fault.router_doubles import (
     TOLD_STAGES,
@@ -523,3 +524,8 @@ def test_a_worker_that_is_lost_claims_nothing(
     server.update_members([doubles[1].member])
     doubles[1].answer(Claimed(claim.req_id, claim.dispatch, found=False))
     speaks_to_the_end(ids, doubles[1], doubles[1].take(), future)
+
+
+@pytest.mark.parametrize("code", ["taken_over", "timeout"])
+def test_what_another_try_cannot_mend_is_not_tried_again(code: str) -> None:
+    assert ApiError(code, "x").headers["x-should-retry"] == "false"

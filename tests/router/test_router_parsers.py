@@ -10,16 +10,21 @@ from hypothesis import strategies as st
 
 from router.text.parsers import Parser
 from tests.router.parser_cases import (
+    ARGS,
     CASES,
     LIMITED,
+    ONE,
     PIECES,
+    Harmony,
     Hermes,
     Parts,
     first,
     gemma,
     glm,
     granite,
+    hermes,
     llama3,
+    message,
     mistral,
     parts,
     phi,
@@ -91,3 +96,24 @@ def test_arguments_are_streamed_as_they_come() -> None:
     assert json.loads('{"a' + '": 1' + parser.feed("}}\n").calls[0].arguments) == {"a": 1}
     assert not parser.feed("</tool_call>")
     assert not parser.finish()
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "found"),
+    [
+        ("a <", "\n", ("a <", "", [])), ("a <", "tool", ("a", "", [])),
+        ("a <tool_call>\n", "{", ("a", "", [])), ("<tool_call>no", "x", ("<tool_call>no", "", [])),
+        (f"<tool_call>{ONE[:-6]}", "x", ("", "", [("look", ARGS[:-5])])),
+    ],
+)  # fmt: skip
+def test_a_stop_string_leaves_no_markup_and_takes_no_text(
+    text: str, stop: str, found: Parts
+) -> None:
+    assert parts(through(Hermes, text, None, cut=stop)) == found
+
+
+def test_the_parts_of_a_call_say_when_it_is_whole() -> None:
+    for make, text in ((Hermes, hermes(ONE)), (Harmony, message("analysis", ARGS, to="look"))):
+        for cut in range(len(text) + 1):
+            calls = through(make, text[:cut], None, cut=True).calls
+            assert not calls or calls[-1].is_whole == (calls[-1].arguments == ARGS)

@@ -77,6 +77,7 @@ class Timeline:
             self.spans.inner.enter("prefill_queue", now, cached)
 
     def chunk(self, began_at: float, now: float, num_tokens: int) -> None:
+        """A part of the prompt has been computed."""
         if self.spans is not None and self.spans.inner is not None:
             size = {"kvlane.prompt_tokens": num_tokens}
             self.spans.inner.add("prefill_chunk", began_at, now, size)

@@ -14,7 +14,7 @@ from router.text.forms.form import Form, Tags, segments
 from router.text.forms.head import NONE, Head, Heads
 from router.text.forms.schema import kinds_of, properties_of
 from router.text.forms.values import Depth
-from router.text.parsers import CallPart, Calls, Parsed, sure
+from router.text.parsers import CallPart, Calls, Cut, Parsed, kept, sure
 
 State = Literal["content", "head", "arguments", "object", "tail"]
 
@@ -32,27 +32,32 @@ class FormParser(Calls):
         self._mark = re.compile("|".join(map(re.escape, form.marks)) or "(?!)")
         self._behind = form.tail + segments(form.between) + segments(form.last)
         self._skips = (*form.skips, "}") if form.keys is not None else form.skips
+        # What may stand behind an object, and never in one but in a string.
+        marks = (*self._behind[:1], *form.marks)
+        self._ends = tuple(mark for mark in marks if len(mark) > 2 and mark[0] not in ' "')
         self._state: State = "head" if form.bare else "content"
         self._num_given = 0  # characters of it that are content if no call follows
         self._within = False  # behind a call, in the same section
         self._said = self._said_since = False  # content was returned; so it was since the last call
+        self._gap = ""  # white space before a call that stands between two texts
         self._called = self._counted = self._silent = False
         self._num_behind = 0  # texts behind a call that have come, or were left out
         self._reader: Reader | None = None
         self._depth: Depth | None = None  # of the object in which arguments stand
 
-    def finish(self, *, cut: bool = False) -> Parsed:
+    def finish(self, *, cut: Cut = False) -> Parsed:
         text, self._text = self._text, ""
         if self._state == "content":
-            kept = sure(text, *self._form.marks) if cut else text
-            if self._called and not self._said_since and not kept.strip():
+            said = kept(text, cut, *self._form.marks)
+            if self._called and not self._said_since and not said.strip():
                 return Parsed()
-            return Parsed(kept if kept == text else kept.rstrip())
+            return Parsed.of(said if said == text else said.rstrip())
         if self._state == "head":
-            is_call = (cut and text.strip()) or (self._within and not text.strip())
-            return Parsed("" if is_call else text)
+            is_call = text.strip() and (cut is True or (cut and self._is_head(text + cut)))
+            return Parsed.of("" if is_call or (self._within and not text.strip()) else text)
         if self._state == "arguments" and self._reader is not None and not cut:
-            return self._part(self._reader.finish(text))
+            made = self._reader.finish(text)
+            return self._part(made, is_whole=bool(made))
         return Parsed()
 
     def _step(self) -> Parsed | None:
@@ -74,14 +79,19 @@ class FormParser(Calls):
             self._text = self._text.lstrip()
         text = self._text  # of what is here already only white space at its beginning may be long
         found = self._mark.search(text, len(text) - len(text.lstrip()))
-        kept = (text[: found.start()] if found else sure(text, *self._form.marks)).rstrip()
-        self._text = text[len(kept) :]
-        if kept:
-            self._said = self._said_since = True
+        before = text[: found.start()] if found else sure(text, *self._form.marks)
+        said = before.rstrip()
+        self._text = text[len(said) :]
+        if said:
+            gap = "" if self._said_since or said[0].isspace() else self._gap
+            self._said, self._said_since, self._gap = True, True, ""
+            said = gap + said
+        if found and self._said:
+            self._gap = before[len(before.rstrip()) :]
         if found:
             self._state, self._within = "head", False
-            self._num_given = found.end() - len(kept)
-        return Parsed(kept) if kept or found else None
+            self._num_given = len(self._text) - len(text) + found.end()
+        return Parsed.of(said) if said or found else None
 
     def _begin(self) -> Parsed | None:
         if says := self._form.says:
@@ -97,8 +107,11 @@ class FormParser(Calls):
         if head is NONE:
             num, self._num_given, self._state = self._num_given, 0, "content"
             given, self._text = self._text[:num], self._text[num:]
-            self._said = self._said_since = self._said or bool(given)
-            return Parsed(given)
+            self._said, self._said_since = (
+                self._said or bool(given),
+                self._said_since or bool(given),
+            )
+            return Parsed.of(given)
         self._text = self._text[head.end :]
         self._silent = head.name in self._form.silent and head.name not in self._functions
         self._called, self._said_since, self._num_behind = True, False, 0
@@ -110,10 +123,13 @@ class FormParser(Calls):
         if not self._silent:
             short = self._form.writes_ids
             part = CallPart.begun(self.num_calls, head.name, head.made, short_id=short)
-            parsed.calls.append(part)
+            parsed.parts.append(part)
         if head.made:
             self._count_if_over()
         return parsed
+
+    def _is_head(self, text: str) -> bool:
+        return self._heads.of(text, within=self._within) is not NONE
 
     def _reader_of(self, head: Head) -> Reader:
         style = self._form.style
@@ -133,22 +149,33 @@ class FormParser(Calls):
         self._text = self._text[num_taken:]
         if self._reader.over:
             self._state, self._reader = "object" if self._depth else "tail", None
-            parsed = self._part(made)
+            parsed = self._part(made, is_whole=True)
             if self._depth is None:
                 self._count_if_over()
             return parsed
         return self._part(made) if made else None
 
-    def _part(self, made: str) -> Parsed:
+    def _part(self, made: str, *, is_whole: bool = False) -> Parsed:
         silent = self._silent or not made
-        return Parsed(calls=[] if silent else [CallPart(self.num_calls, made)])
+        return Parsed() if silent else Parsed(CallPart(self.num_calls, made, is_whole=is_whole))
 
     def _object_end(self) -> Parsed | None:
-        """Behind the arguments, to the end of the object that they stand in."""
+        """Behind the arguments, to the end of the object that they stand in.
+
+        A mark ends one whose bracket was forgotten, too.
+        """
         assert self._depth is not None
-        end = self._depth.feed(self._text)
-        self._text = self._text[end:] if end >= 0 else ""
-        if end < 0:
+        text, at, over = self._text, 0, False
+        while not over and at < len(text):
+            if not self._depth.is_quoted:
+                if over := text.startswith(self._ends, at):
+                    break
+                if any(end.startswith(text[at : at + len(end)]) for end in self._ends):
+                    break  # of which there is only the beginning
+            over = self._depth.feed(text[at]) >= 0
+            at += 1
+        self._text = text[at:]
+        if not over:
             return None
         self._state = "tail"
         self._count_if_over()

@@ -39,6 +39,11 @@ class Depth:
         self._quote = ""  # in whose text it is
         self._escaped = False
 
+    @property
+    def is_quoted(self) -> bool:
+        """Whether what comes stands in quotes."""
+        return bool(self._quote)
+
     def feed(self, text: str) -> int:
         """Index just past what ends it in `text`; -1 if nothing does."""
         at = 0
