@@ -134,7 +134,7 @@ def parser_of_commands() -> argparse.ArgumentParser:
     kind = config.add_mutually_exclusive_group()
     kind.add_argument("--schema", action="store_true", help="print its JSON schema instead")
     kind.add_argument(
-        "--explain", action="store_true", help="say what serve makes of each value, and why"
+        "--explain", action="store_true", help="say what serve makes of every value, and why"
     )
     status = command("status", _asked(operators.status), "show what runs")
     examined = "examine what runs on this Ray cluster"

@@ -307,7 +307,7 @@ def _assigned(sets: Iterable[str]) -> Iterator[tuple[str, Any]]:
         path = key.strip()
         of_both = path.partition(".")[0] == OF_BOTH
         paths = [f"{role}.{path}" for role in ("prefill", "decode")] if of_both else [path]
-        yield from ((each, _section(each, read)) for each in paths)
+        yield from ((path, _section(path, read)) for path in paths)
 
 
 def _section(key: str, value: object) -> object:

@@ -69,7 +69,7 @@ class ApiError(KvlaneError):
         self.param = param
         self.retry_after_s = retry_after_s
         self.words = ""  # in place of the message, for Anthropic's clients
-        # False: the client shall not try again by itself. Of two with one key each would take the
+        # False: the client shall not try again by itself. Of two with one key one would take the
         # answer from the other; what took too long would take as long again.
         self.retry = code not in ("taken_over", "timeout")
 

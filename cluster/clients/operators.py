@@ -69,7 +69,7 @@ def scale(args: argparse.Namespace, ask: Ask) -> int:
     """Have so many processes of a role."""
     wanted: dict[Role, int] = dict(args.wanted)
     if len(wanted) < len(args.wanted):
-        raise UserError("a role is given twice; name each once")
+        raise UserError("a role is given twice; name it once")
     started, drained = ask("scale", wanted, _timeout_s(args, ask("configuration")))
     for role, num in wanted.items():
         came, went = (", ".join(n for n, r in of.items() if r == role) for of in (started, drained))

@@ -68,7 +68,7 @@ def check_scale(config: Config, wanted: Mapping[Role, int]) -> None:
 def to_scale(
     wanted: Mapping[Role, int], replicas: Sequence[Replica]
 ) -> tuple[list[Record], list[str]]:
-    """Further names, and names that leave, for so many of each role as are wanted.
+    """Further names, and names that leave, for as many of a role as are wanted.
 
     Of a role those leave first that are not ready, then those with the highest numbers.
     """

@@ -141,7 +141,7 @@ class Commands:
             await monitor.renew(name, None if waits else timeout_s, role)
 
     async def scale(self, wanted: Mapping[Role, int], timeout_s: float) -> Scaled:
-        """Have so many of each role; returns when those that come are ready, and others gone.
+        """Have so many of a role; returns when those that come are ready, and others gone.
 
         Who leaves hands over what it has not finished after timeout_s, unless nobody else can go on
         with it. Raises UserError for what cannot be, NoPlacement, and what a new process raises:

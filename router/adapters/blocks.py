@@ -128,7 +128,7 @@ class Places:
         self._goes_on = False
 
     def take(self, text: str) -> list[Any]:
-        """The logprobs of the tokens of a text that was found; each is taken once."""
+        """The logprobs of the tokens of a text that was found; they are taken once."""
         if not self._tokens:
             return []
         if not (self._goes_on and self._text.startswith(text, self._end)):

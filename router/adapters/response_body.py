@@ -123,7 +123,7 @@ class ResponseAnswer(AnswerForm):
     def _steps(self, delta: Delta) -> Iterator[Step]:
         found = self._writer.logprobs(delta)
         scored = () if found is None else found.content
-        return self._blocks.feed(delta, [msgspec.to_builtins(each) for each in scored])
+        return self._blocks.feed(delta, [msgspec.to_builtins(token) for token in scored])
 
     def _item(self, block: Block, *, whole: bool) -> dict[str, Any]:
         """An item; one that begins is empty."""

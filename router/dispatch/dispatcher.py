@@ -247,14 +247,15 @@ class Dispatcher:
         req.tokens.extend(tokens)
         self._queue.drew(req, num)
         scored = tuple(zip(tokens, logprobs, strict=False)) if logprobs else ()
+        starts = piece.starts if scored else ()
         if piece.stopped:
             assert req.route is not None
             self._wire.send(req.route.decode, Stop(req.req_id, req.dispatch, req.position))
             reason = FinishReason.STOP if num else FinishReason.LENGTH  # it wanted none
-            self._end(req, Delta(req.index, piece.text, reason, scored=scored, starts=piece.starts))
+            self._end(req, Delta(req.index, piece.text, reason, scored=scored, starts=starts))
         elif piece.text or scored:
             prompt = req.take_scored() if req.scored else ()
-            delta = Delta(req.index, piece.text, scored=scored, starts=piece.starts, prompt=prompt)
+            delta = Delta(req.index, piece.text, scored=scored, starts=starts, prompt=prompt)
             req.mailbox.put(delta)
             self._touched.append(req.mailbox)
         return piece.stopped

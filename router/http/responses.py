@@ -1,7 +1,7 @@
 """`/v1/responses`: to make one, also with nobody to wait for it, and what is kept of them."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from router.adapters.responses import (
     head_of,
     spaces_of,
 )
-from router.adapters.store import Item, Kept, ResponseStore
+from router.adapters.store import Kept, ResponseStore
 from router.errors import invalid, unsupported
 from router.http.answer import Answer
 from router.http.api import Api
@@ -145,18 +145,13 @@ class ResponseRoutes:
             raise invalid(f"{name}: /compact answers whole, and at once", name)
         fixed: dict[str, Any] = {"tools": [], "tool_choice": "auto", "text": {}, "store": False}
         body = body.model_copy(update=fixed)
-        return self._made(body, owner, own_salt, asks=(ASK,), form=CompactAnswer)
+        return self._made(body, owner, own_salt, condenses=True)
 
     def _made(
-        self,
-        body: ResponseBody,
-        owner: str,
-        own_salt: str,
-        *,
-        asks: Sequence[Item] = (),
-        form: type[ResponseAnswer] = ResponseAnswer,
+        self, body: ResponseBody, owner: str, own_salt: str, *, condenses: bool = False
     ) -> Prepared:
         before, own = conversation_of(body, self._store, owner)
+        asks, form = ((ASK,), CompactAnswer) if condenses else ((), ResponseAnswer)
         chat = chat_of_response(body, [*before, *own, *asks])
         asked = Asked(
             head=head_of(body, self._served),

@@ -62,7 +62,7 @@ def tools_of(body: ChatBody) -> Tools:
     if not taken and choice in (None, "auto"):
         return Tools([])
     given = [as_function(tool, where) for where, tool in taken]
-    functions = tuple(_function(*each) for each in zip((w for w, _ in taken), given, strict=True))
+    functions = tuple(_function(*pair) for pair in zip((w for w, _ in taken), given, strict=True))
     kinds = zip(functions, taken, strict=True)
     custom = frozenset(one.name for one, (_, tool) in kinds if tool.get("type") == "custom")
     if mapping(choice).get("type") == "allowed_tools":
@@ -174,7 +174,7 @@ def answer_rules(
     several = tools.parallel and not form.single
     functions = _called(tools.functions)
     functions += [Called(name, {}) for name in form.silent if several]  # text comes behind them
-    num = bounds.max_calls if several and (form.last or form.bare) else 1  # else each has a mark
+    num = bounds.max_calls if several and (form.last or form.bare) else 1  # else all have a mark
     made = rules_of(form, functions, num, spelling, bounds)
     if form is HARMONY:
         made.rules.append("answer: final SAID | calls")

@@ -2,7 +2,7 @@
 
 It takes numbers for doubles, has no look-around and no back-references in patterns, some formats,
 no `oneOf` of values that may fit twice, and no bounds on how many optional properties there are.
-Here this is said otherwise where it can be (each output then fits the schema as it was given), and
+Here this is said otherwise where it can be (an output then fits the schema as it was given), and
 else left out and told, or refused.
 """
 
@@ -16,7 +16,7 @@ from router.text.exact import Unkept, at, kinds_listed, mend_bounds, values_list
 from router.text.forms.schema import kind_of, listed, resolved
 from router.text.trial import TOO_MUCH
 
-# Keywords that no grammar keeps to, and a value of each that is no constraint.
+# Keywords that no grammar keeps to, and values that are no constraint.
 UNREAD: Schema = {
     "not": False, "contains": None, "minContains": 0, "maxContains": None, "uniqueItems": False,
     "if": None, "dependentRequired": {}, "dependentSchemas": {}, "dependencies": {},
@@ -247,10 +247,11 @@ class _Keeper:
                 del copy[key]
                 self._tell(path, key)
             else:
-                self._choose(copy, path, key, optional, wanted if least else len(optional) - wanted)
+                num = wanted if least else len(optional) - wanted
+                ways = list(islice(combinations(optional, num), MAX_WAYS + 1))
+                self._choose(copy, path, key, ways)
 
-    def _choose(self, copy: Schema, path: str, key: str, names: list[str], num: int) -> None:
-        ways = list(islice(combinations(names, num), MAX_WAYS + 1))
+    def _choose(self, copy: Schema, path: str, key: str, ways: list[tuple[str, ...]]) -> None:
         del copy[key]
         if len(ways) > MAX_WAYS:
             self._tell(path, key)

@@ -120,7 +120,7 @@ def test_a_call_that_nothing_demands_is_kept_to_no_schema(
 ) -> None:
     double.script = KEEP
     assert told(served, **SHORT, tools=[tool(SET)]) is None  # nobody has promised to
-    assert told(served, **SHORT, tools=[tool(SET), tool({}, strict=True)]) == "tools.uniqueItems"
+    assert told(served, **SHORT, tools=[tool(SET), tool({}, strict=True)]) == f"{TOOL}.uniqueItems"
     body = FULL[CHAT] | SHORT | {"tools": [tool(SET, strict=True)]}
     assert served.refusal(CHAT, **body)["param"] == "tools"
     for end in ({"min_tokens": 1}, {"ignore_eos": True}):  # which no grammar can have

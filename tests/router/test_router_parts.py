@@ -134,10 +134,10 @@ class Bench:
         if kind == "chat":
             return Body(prepared, "x", [req])
         if kind == "messages":
-            return MessageAnswer(prepared, "x", [req])
+            return MessageAnswer(req.sampling.max_tokens, prepared, "x", [req])
         head = {"background": False, "store": False, "object": "response", "model": "m"}
         head |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
-        asked = Asked(head, "", (), (), ResponseStore(0, 1), None)
+        asked = Asked(head, "", (), (), ResponseStore(0, 1), {}, None)
         return ResponseAnswer(asked, prepared, "x", [req])
 
 

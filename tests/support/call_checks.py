@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from router.openai.tools import Function, Tools, answer_rules, can_be_free
 from router.text.bounded import Bounds
-from router.text.forms.form import MARK, Form
+from router.text.forms.form import MARK, Form, Pairs
 from router.text.forms.free import Around
 from router.text.forms.parser import FormParser
 from router.text.forms.recognise import Found, recognised
@@ -83,7 +83,9 @@ def free_grammar_of(
     form: Form, parameters: Any, spelling: Spelling, *, several: bool = True
 ) -> str:
     """A grammar that lets an answer call."""
-    functions = tuple(Function(name=name, parameters=parameters, strict=True) for name in NAMES)
+    # Forms that quote strings by marks keep to no nested schema, so strict functions are refused.
+    strict = not (isinstance(form.style, Pairs) and form.style.quote)
+    functions = tuple(Function(name=name, parameters=parameters, strict=strict) for name in NAMES)
     tools, bounds = Tools([], functions, parallel=several), Bounds(4096, 10**6, 2)
     made = answer_rules(form, tools, spelling, bounds, Around())
     return composed(made.parts, [*made.rules, "body: answer"])

@@ -61,10 +61,10 @@ ROOT_FILES = 13  # of worker, __init__ among them
 # What grows unseen if nothing caps it; `tests.support.structure` prints the figures.
 MAX = {
     "worker": 32_200,
-    "router": 13_060,
-    "cluster": 6_890,
-    "product": 52_100,
-    "tests": 57_200,
+    "router": 15_000,
+    "cluster": 7_260,
+    "product": 54_400,
+    "tests": 59_400,
     "benchmarks": 7_780,
     "tests / product": 1.11,
     "wide functions": 12,

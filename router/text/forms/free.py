@@ -122,18 +122,20 @@ class _Rules:
 
     def _up_to(self, i: int, mark: str, name: str, not_first: str) -> str:
         """Free text up to a mark, and this: as it is spelled, or as tokens."""
-        ways = [self._ending(f"mark_{i}", regex(mark), name, not_first, lazy=True)]
+        ways = [self._ending((f"mark_{i}", name), regex(mark), not_first, lazy=True)]
         first, *rest = pieces = self._spelling.pieces(mark)
         if any(isinstance(piece, int) for piece in pieces):
             text = first if isinstance(first, str) else ""
             tokens = " ".join(map(self._spelling.piece, rest if text else pieces))
-            ways.append(f"({self._ending(f'token_{i}', regex(text), name, not_first)}) {tokens}")
+            ending = self._ending((f"token_{i}", name), regex(text), not_first)
+            ways.append(f"({ending}) {tokens}")
         return " | ".join(ways)
 
     def _ending(
-        self, key: str, end: str, name: str, not_first: str = "", *, lazy: bool = False
+        self, keys: tuple[str, str], end: str, not_first: str, *, lazy: bool = False
     ) -> str:
-        """Free text that ends in a pattern, in a rule."""
+        """Free text that ends in a pattern, in a rule. keys: of the end, and of the text."""
+        key, name = keys
         first = self._terminal(f"{key}_{name}", end, not_first, lazy=lazy)
         if not self._spoken:
             return first

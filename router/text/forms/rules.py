@@ -198,7 +198,7 @@ class _Rules:
         return "free"
 
     def _texts(self, name: str, schema: Any, named: str, closes: str) -> list[str]:
-        """The ways of a bare text, each with the marks before and behind it."""
+        """The ways of a bare text, with the marks before and behind it."""
         own, given = text_schema(schema, self._root), resolved(schema, self._root)
         if not own and isinstance(given, dict):  # what it is one of, or all of, is not tried
             self._told(cast("dict[str, Any]", given), *UNIONS, *LOOSE)

@@ -11,7 +11,7 @@ from router.text.keywords import Tried, own_format, readable
 # Of patterns: what is no constraint of characters, so that no grammar is made of it.
 AROUND = re.compile(r"\\[1-9bBkKGZzA]|\(\?[=!<P]|[*+?}]\+|(?<!\\)[$^]")
 CLASS = re.compile(r"(?<!\\)\[(?:\\.|[^\]\\])*\]")
-# Texts of formats where they stand as they are, without quotes: some of each, whose kind is common.
+# Texts of formats where they stand as they are, without quotes: those whose kind is common.
 _DATE = (
     r"(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]"
     r"|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26]))-02-29)"
