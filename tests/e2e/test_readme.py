@@ -42,6 +42,7 @@ SAYS = {
     "status": "decode-1",
     "top": "tokens/s",
     "restart": "",
+    "scale": "",
     "role": "",
     "drain": "",
     "doctor --ports": "mooncake",

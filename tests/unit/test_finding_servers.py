@@ -13,6 +13,9 @@ from tests.fault.router_doubles import DecodeDouble, make_model, routed, speak
 from tests.router.test_router_tls import make
 from worker.errors import UserError
 
+# Whoever runs the harness as a program, where another test has imported it.
+pytestmark = pytest.mark.filterwarnings("ignore:'benchmarks.load.__main__' found:RuntimeWarning")
+
 COMMANDS = {
     "chat": ["hello", "--max-tokens", "1"],
     "top": [],

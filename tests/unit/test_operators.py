@@ -22,6 +22,9 @@ from tests.support.asynchronous import asynchronous
 from tests.support.monitored import Monitored
 from worker.errors import UserError
 
+# Whoever runs the harness as a program, where another test has imported it.
+pytestmark = pytest.mark.filterwarnings("ignore:'benchmarks.load.__main__' found:RuntimeWarning")
+
 ROWS = [
     ReplicaStatus(
         "decode-0", "decode", State.READY, "abc", 1, 1000.0, "tiny", "n", 7, (7,), "tcp://n:1",
@@ -91,7 +94,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str, **answers: Any) -> tuple[i
          "decode=0: decode-0 drained\nprefill=1: prefill-0 started\n"
          "warning: no decode worker is left: requests get 503\n"),
         (["scale", "decode=1", "decode=2"], {}, 2,
-         "error: a role is given twice; name each once\n"),
+         "error: a role is given twice; name it once\n"),
     ],
 )  # fmt: skip
 def test_every_command_says_what_it_did(
