@@ -67,12 +67,12 @@ async def refuses(request: web.Request) -> web.StreamResponse:
 
 
 async def silence(request: web.Request) -> web.StreamResponse:
-    await asyncio.sleep(60)
+    await asyncio.sleep(HANG_S)
     raise AssertionError
 
 
 def drive(
-    sessions: list[Session], handler: Handler, concurrency: int = 0, timeout_s: float = 5.0
+    sessions: list[Session], handler: Handler, concurrency: int = 0, timeout_s: float = HANG_S
 ) -> list[Outcome]:
     """What becomes of sessions at a server that answers with `handler`."""
 
@@ -121,7 +121,8 @@ FAILURES: list[tuple[Handler, str, str]] = [
 
 @pytest.mark.parametrize(("handler", "error", "message"), FAILURES, ids=[f[1] for f in FAILURES])
 def test_every_failure_has_a_class(handler: Handler, error: str, message: str) -> None:
-    outcome, later = drive([Session((TURN, TURN), 0.0)], handler, timeout_s=0.5)
+    timeout_s = 0.05 if handler is silence else HANG_S
+    outcome, later = drive([Session((TURN, TURN), 0.0)], handler, timeout_s=timeout_s)
     assert (outcome.error, later.error) == (error, "session_broken")
     assert message in outcome.message
     assert outcome.end_s > 0
