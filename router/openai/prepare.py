@@ -29,8 +29,8 @@ from router.text import harmony
 from router.text.bounded import Bounds
 from router.text.forms.free import Around
 from router.text.forms.known import HARMONY
-from router.text.forms.rules import CallRules, regex
-from router.text.grammar import Spelling, Validator, composed, think_rules, unkept
+from router.text.forms.rules import CallRules
+from router.text.grammar import Spelling, Validator, composed, regex, think_rules, unkept
 from router.text.output import Ends
 from router.text.parsers import FirstCallOnly, Parser, Plain
 from router.text.reasoning import MARKS as THINKS
@@ -183,10 +183,9 @@ class Preparer:
 
     @cached_property
     def _spelling(self) -> Spelling:
-        """How texts stand in a grammar; a request that asks for one has loaded the tokenizer."""
-        text, is_special = self._served.text, self._validator.is_special
-        tokens = {content: i for i, content in text.added.items() if is_special(i)}
-        return Spelling(tokens, (i for i in tokens.values() if i not in text.special_ids))
+        """How texts stand in a grammar."""
+        text = self._served.text
+        return Spelling({text.added[i]: i for i in text.special_ids if i < text.vocab_size})
 
     def _grammar(
         self, body: GenerationBody, tools: Tools, think: Think

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from router.errors import ApiError, invalid, unsupported
 from router.text.bounded import Bounds, Schema, TooLarge, bounded, grammar_of
@@ -20,11 +20,12 @@ from router.text.ebnf import Bad, lark_of
 from router.text.exact import Unkept, at, exact_part
 from router.text.keywords import kept
 from router.text.trial import Trials
+from worker.config.checkpoint.grammar_tokens import grammar_tokenizer
 from worker.config.checkpoint.tokens import read_tokens
 from worker.errors import contained
 
 MAX_GRAMMAR_CHARS = 1 << 18
-THOUGHT = r"(?s:.*)"
+ANY = "(?s:.*)"  # text, as a pattern
 UNKEPT = re.compile(r"Unimplemented keys: (\[.*?\])")
 
 Part = dict[str, Any]  # an entry of llguidance's list of grammars
@@ -98,16 +99,21 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def regex(text: str) -> str:
+    """A pattern of `text`, as a lark grammar has it."""
+    text = re.sub(r"([\\.^$*+?{}\[\]|()/])", r"\\\1", text)
+    return text.replace("\n", r"\n").replace("\t", r"\t").replace("\r", r"\r")
+
+
 class Spelling:
     """How texts stand in a lark grammar for one tokenizer.
 
-    tokens: ids, by what they say, of tokens that no text of a grammar matches; each has to be named
-    where it stands. spoken: those of them that an answer may have in the midst of a text.
+    tokens: ids, by what they say, of special tokens: no text of a grammar matches them, so each has
+    to be named where it stands.
     """
 
-    def __init__(self, tokens: Mapping[str, int], spoken: Iterable[int] = ()) -> None:
+    def __init__(self, tokens: Mapping[str, int]) -> None:
         self._tokens = tokens
-        self.spoken = frozenset(spoken)
         longest_first = sorted(filter(None, tokens), key=len, reverse=True)
         self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
@@ -155,26 +161,31 @@ def think_rules(
     `opened`: the prompt has opened it; if not, the answer may begin with it. without: a pattern of
     what it does not hold.
     """
-    never = f" & ~/{THOUGHT}{without}{THOUGHT}/" if without else ""
-    space = r"space: /[ \n]{0,4}/"
-    pieces = [spelling.pieces(mark) for mark in (begin, end)]
-    if all(len(parts) == 1 and isinstance(parts[0], int) for parts in pieces):
-        inner = f"{'' if opened else spelling.literal(begin)} thought {spelling.literal(end)} space"
-        think = f"think: {inner}" if opened else f"think: ({inner})?"
-        return "\n".join([think, "thought: THOUGHT", f"THOUGHT: /{THOUGHT}/{never}", space])
-    close = THOUGHT + re.escape(end).replace("/", r"\/")
-    text = close if opened else re.escape(begin).replace("/", r"\/") + close
+    thought = between("thought", "" if opened else begin, end, spelling, without)
     think = "think: thought space" if opened else "think: (thought space)?"
-    return "\n".join([think, "thought[lazy]: THOUGHT", f"THOUGHT: /{text}/{never}", space])
+    return "\n".join([think, *thought, r"space: /[ \n]{0,4}/"])
+
+
+def between(
+    name: str, begin: str, end: str, spelling: Spelling, without: str = ""
+) -> tuple[str, str]:
+    """The rule `name` of any text between two marks, with these, and its terminal.
+
+    A token of its own ends it alone; if a mark is spelled, it does so where it stands first.
+    """
+    key, never = name.upper(), f" & ~/{ANY}{without}{ANY}/" if without else ""
+    opens, closes = map(spelling.pieces, (begin, end))
+    if all(len(parts) == 1 and isinstance(parts[0], int) for parts in (opens or closes, closes)):
+        ends = spelling.literal(end)
+        return f"{name}: {spelling.literal(begin)} {key} {ends}", f"{key}: /{ANY}/{never}"
+    return f"{name}[lazy]: {key}", f"{key}: /{regex(begin)}{ANY}{regex(end)}/{never}"
 
 
 class Validator:
     """Says whether a model can follow a grammar; loads the tokenizer for the first one."""
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
-        self._directory = directory
-        self._vocab_size = vocab_size
-        self._tokenizer = cache(self._load)
+        self._tokenizer = cache(lambda: grammar_tokenizer(read_tokens(directory).file, vocab_size))
         self._trials = Trials(directory, vocab_size)
 
     def require(self, param: str) -> None:
@@ -213,11 +224,3 @@ class Validator:
             return ""  # `require` says so
         with contained("llguidance"):
             return self._trials.verdict(grammar_of(schema)).error
-
-    def is_special(self, token: int) -> bool:
-        """Whether a grammar has to name a token, because no text of a grammar matches it."""
-        return self._tokenizer().is_special_token(token)
-
-    def _load(self) -> LLTokenizer:
-        text = read_tokens(self._directory).file.within(self._vocab_size)
-        return LLTokenizer(text, n_vocab=self._vocab_size)

@@ -6,7 +6,7 @@ Its messages are <|channel|>...<|message|>...<|end|>, and channel and recipient 
 import re
 
 from router.text.forms.values import Depth
-from router.text.grammar import Spelling
+from router.text.grammar import ANY, Spelling, between
 from router.text.parsers import CallPart, Calls, Cut, Parsed, kept, sure
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
@@ -23,8 +23,9 @@ def message_rules(spelling: Spelling) -> str:
         spelling.literal(f"{CHANNEL}{name}{MESSAGE}")
         for name in ("analysis", "commentary", "final")
     )
-    said = f"said: ({analysis} | {commentary}) SAID {spelling.literal('<|end|>' + BEGINS)}"
-    return "\n".join(("think: said*", said, f"final: {final}", "SAID: /(?s:.*)/"))
+    said = f"said: ({analysis} | {commentary}) ended {spelling.literal(BEGINS)}"
+    ended = between("ended", "", "<|end|>", spelling)
+    return "\n".join(("think: said*", said, f"final: {final}", *ended, f"SAID: /{ANY}/"))
 
 
 class Harmony(Calls):

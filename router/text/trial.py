@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import llguidance.numpy as bitmask
 from llguidance import LLMatcher, LLTokenizer
 
+from worker.config.checkpoint.grammar_tokens import grammar_tokenizer
 from worker.config.checkpoint.tokens import read_tokens
 from worker.config.limits import GRAMMAR_LIMITS
 from worker.errors import Busy
@@ -128,9 +129,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 def main() -> None:
     """The process itself: the model, size of its vocabulary, and its limits for one grammar."""
     directory, vocab_size, cpu_s, memory_bytes = sys.argv[1], *map(int, sys.argv[2:])
-    text = read_tokens(Path(directory)).file.within(vocab_size)
-    tokenizer = LLTokenizer(text, n_vocab=vocab_size)
-    del text
+    tokenizer = grammar_tokenizer(read_tokens(Path(directory)).file, vocab_size)
     _limit(resource.RLIMIT_CORE, 0)
     _tell({})
     used = _data_bytes()

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import httpx
 import openai
-from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from router.config import RouterConfig
@@ -414,14 +413,6 @@ def read_all(client: socket.socket) -> bytes:
         while part := client.recv(4096):
             data += part
     return data
-
-
-def accepts(tokenizer: LLTokenizer, grammar: str, output: str) -> bool:
-    """Whether a grammar takes `output`, all of it and nothing more."""
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    tokens = tokenizer.tokenize_str(output)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
 def raw_post(path: str = "completions", headers: str = "", **body: Any) -> bytes:

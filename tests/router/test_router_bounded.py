@@ -14,8 +14,8 @@ from router.errors import ApiError
 from router.text import bounded
 from router.text.bounded import GROUPS, NAMED, SINGLE, Bounds
 from router.text.grammar import composed, schema_part
-from tests.fault.router_doubles import accepts as grammar_accepts
-from tests.support.prompts import TINY
+from tests.support.prompts import accepts as grammar_accepts
+from tests.support.prompts import ll_tokenizer
 
 BOUNDS = Bounds(max_string_chars=12, max_integer=10**6)
 UNBOUNDED = Bounds(0, 0)
@@ -24,7 +24,7 @@ BOOLEAN: dict[str, Any] = {"type": "boolean"}
 
 @pytest.fixture(scope="module")
 def tokenizer() -> LLTokenizer:
-    return LLTokenizer((TINY / "tokenizer.json").read_text(), n_vocab=1024)
+    return ll_tokenizer()
 
 
 def accepts(tokenizer: LLTokenizer, schema: Any, output: str, bounds: Bounds = BOUNDS) -> bool:

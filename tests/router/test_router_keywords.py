@@ -14,10 +14,9 @@ from router.text.bounded import Bounds
 from router.text.ebnf import MAX_CHARS, Bad, lark_of
 from router.text.grammar import composed, ebnf_part, schema_part
 from router.text.keywords import readable
-from tests.fault.router_doubles import accepts
 from tests.support import pairwise, schema_table
 from tests.support.call_checks import forced
-from tests.support.prompts import ll_tokenizer
+from tests.support.prompts import accepts, ll_tokenizer
 
 BOUNDS = Bounds(8, 10**4)
 BIG = (1 << 53) + 1

@@ -10,7 +10,8 @@ from pydantic import BaseModel
 
 from router.text.tokenizer import Text
 from router.text.trial import Trials
-from tests.fault.router_doubles import HELLO, KEEP, DecodeDouble, Served, accepts
+from tests.fault.router_doubles import HELLO, KEEP, DecodeDouble, Served
+from tests.support.prompts import accepts, ll_tokenizer
 from worker.errors import Busy
 
 
@@ -29,7 +30,7 @@ PLAN = '{"steps":[{"why":"so","then":1}],"name":"é"}'
 
 @pytest.fixture(scope="module")
 def tokenizer(text: Text) -> LLTokenizer:
-    return LLTokenizer((text.directory / "tokenizer.json").read_text(), n_vocab=text.vocab_size)
+    return ll_tokenizer(text.directory, text.vocab_size)
 
 
 SCRIPT = KEEP

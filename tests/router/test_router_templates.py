@@ -192,7 +192,6 @@ def test_what_was_mended_is_told_once_and_holds_for_grammars(
     assert token is not None
     assert text.encode("a<|tool|>", add_special_tokens=False)[-1] == token
     validator = Validator(directory, text.vocab_size)
-    assert validator.is_special(token)
     lark = "start: /[a-z]{9}/ <|tool|>"
     assert validator.check(json.dumps({"grammars": [{"lark_grammar": lark}]}), "x") == ()
 

@@ -26,7 +26,9 @@ from router.text.grammar import Spelling, composed
 from router.text.parsers import Parsed, Parser
 from router.text.template import ChatTemplate
 from tests.support.call_forms import CASES, FORCED, FUNCTIONS, NAMES, PARAMETERS, Case, rendered
-from tests.support.prompts import TINY
+from tests.support.prompts import TINY, accepts, written
+from worker.config.checkpoint.grammar_tokens import grammar_tokenizer
+from worker.config.checkpoint.tokens import TokenizerFile
 
 
 @cache
@@ -62,9 +64,8 @@ def tokenizer(words: tuple[str, ...], *, special: bool = False) -> tuple[LLToken
     described["added_tokens"] += [
         {"id": i, "content": word, "special": special, **flags} for word, i in ids.items()
     ]
-    made = LLTokenizer(json.dumps(described), n_vocab=size + 1 + len(words))
-    named = {word: i for word, i in ids.items() if made.is_special_token(i)}
-    return made, Spelling(named, () if special else named.values())
+    file = TokenizerFile(TINY, json.dumps(described), described)
+    return grammar_tokenizer(file, size + 1 + len(words)), Spelling(ids if special else {})
 
 
 def marks_of(form: Form) -> tuple[str, ...]:
@@ -91,14 +92,6 @@ def free_grammar_of(
     return composed(made.parts, [*made.rules, "body: answer"])
 
 
-def accepts(made: LLTokenizer, grammar: str, text: str) -> bool:
-    """Whether a grammar takes a text, all of it and nothing more."""
-    matcher = LLMatcher(made, grammar, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    tokens = made.tokenize_str(text)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-
-
 def forced(
     made: LLTokenizer,
     grammar: str,
@@ -114,7 +107,7 @@ def forced(
     """
     closing = {made.tokenize_str(mark)[0] for mark in ('"', "]", "}")}
     matcher, rng = LLMatcher(made, grammar, log_level=0), random.Random(seed)
-    tokens = made.tokenize_str(begun)
+    tokens = written(made, begun)
     assert matcher.try_consume_tokens(tokens) == len(tokens), begun
     mask = bitmask.allocate_token_bitmask(1, made.vocab_size)
     while not matcher.is_stopped():

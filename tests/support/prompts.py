@@ -1,12 +1,15 @@
 """Prompts for the bundled model, as token ids."""
 
+import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from benchmarks.train.problems import held_out_problems
+from worker.config.checkpoint.grammar_tokens import grammar_tokenizer
+from worker.config.checkpoint.tokens import eos_ids, read_tokens
 
 TINY = Path(__file__).parents[2] / "worker" / "assets" / "tiny"
 VOCAB, EOS = 1024, 2  # its vocabulary, and the id of the end of text
@@ -18,11 +21,31 @@ def tokenizer() -> Tokenizer:
 
 
 @cache
-def ll_tokenizer() -> Any:
-    """llguidance's, of the same model."""
-    from llguidance import LLTokenizer
+def ll_tokenizer(directory: Path = TINY, vocab_size: int = VOCAB) -> LLTokenizer:
+    """llguidance's, of a model."""
+    ends = eos_ids(directory, vocab_size)
+    return grammar_tokenizer(read_tokens(directory).file, vocab_size, ends)
 
-    return LLTokenizer((TINY / "tokenizer.json").read_text(), n_vocab=VOCAB, eos_token=[EOS])
+
+def written(made: LLTokenizer, text: str) -> list[int]:
+    """Ids of a text in which special tokens are these."""
+    ids = list[int]()
+    special = {mark: i for i in _special(made) if (mark := made.decode_str([i]))}
+    for piece in re.split(f"({'|'.join(map(re.escape, special)) or '(?!)'})", text):
+        ids += [special[piece]] if piece in special else made.tokenize_str(piece)
+    return ids
+
+
+@cache
+def _special(made: LLTokenizer) -> list[int]:
+    return [i for i in range(made.vocab_size) if made.is_special_token(i)]
+
+
+def accepts(made: LLTokenizer, grammar: str, text: str) -> bool:
+    """Whether a grammar takes a text, all of it and nothing more."""
+    matcher, tokens = LLMatcher(made, grammar, log_level=0), written(made, text)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
 def chat_ids(question: str) -> list[int]:

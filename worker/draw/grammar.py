@@ -18,6 +18,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from torch import Tensor
 
 from worker.api import GRAMMAR_PARAM
+from worker.config.checkpoint.grammar_tokens import grammar_tokenizer
 from worker.config.checkpoint.tokens import read_tokens
 from worker.config.limits import GRAMMAR_LIMITS
 from worker.errors import KvlaneError, Unsupported, UserError, contained
@@ -135,7 +136,7 @@ class Grammars:
         eos_ids: Sequence[int],
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        self._directory, self._eos_ids = directory, list(eos_ids)
+        self._directory, self._eos_ids = directory, eos_ids
         self._vocab_size = vocab_size
         self._wake = wake
         self._tokenizer: LLTokenizer | None = None
@@ -207,8 +208,8 @@ class Grammars:
 
     def _load(self) -> LLTokenizer:
         try:
-            text = read_tokens(self._directory).file.within(self._vocab_size)
-            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_ids)
+            file = read_tokens(self._directory).file
+            return grammar_tokenizer(file, self._vocab_size, self._eos_ids)
         except (OSError, ValueError) as error:
             raise Unsupported(f"no grammars for this model: {error}", GRAMMAR_PARAM) from error
 

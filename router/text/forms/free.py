@@ -10,17 +10,16 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from router.text.forms.form import Form, segments
-from router.text.forms.rules import Called, literal, regex
-from router.text.grammar import Spelling
+from router.text.forms.rules import Called, literal
+from router.text.grammar import ANY, Spelling, regex
 
-ANY = "(?s:.*)"
 WORD = re.compile(r".*[\w:]", re.DOTALL)  # a mark without markup
 
 
 class Around(NamedTuple):
     """What text around calls is like."""
 
-    also: frozenset[int] = frozenset()  # tokens that it may have, beside `Spelling.spoken`
+    also: frozenset[int] = frozenset()  # special tokens that it may have
     not_first: str = ""  # a mark with which an answer must not begin, as reasoning would
 
 
@@ -62,7 +61,7 @@ class _Rules:
                 self._mark(mark)
         signs = "".join((*form.lead, *form.own_lead, *form.marks, *form.skips, around.not_first))
         meant = {piece for piece in spelling.pieces(signs) if isinstance(piece, int)}
-        self._spoken = spelling.any_of((spelling.spoken | around.also) - meant)
+        self._spoken = spelling.any_of(around.also - meant)
 
     def _mark(self, mark: str) -> None:
         form = self._form

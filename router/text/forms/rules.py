@@ -6,7 +6,6 @@ escape its own marks, so a value with such a one is the one thing that cannot be
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +26,7 @@ from router.text.forms.schema import (
     values_of,
 )
 from router.text.forms.texts import patterns_of
-from router.text.grammar import Part, Spelling, quoted, schema_part
+from router.text.grammar import Part, Spelling, quoted, regex, schema_part
 
 # Keys of `parameters` that say nothing of what parameters there are.
 WITHOUT_NAMES = frozenset({"type", "title", "description", "required", "$schema", "$defs"})
@@ -238,10 +237,6 @@ class _Rules:
         if first is not pieces[0]:
             self.rules.append(f"{name}_TEXT: " + _all(bodies, regex(space)))
             ways = f"({ways} | {name}_TEXT {' '.join(rest[bool(space) :])})"
-        spoken = self._spelling.any_of(self._spelling.spoken - {*pieces})
-        if spoken and not patterns and not least and most is None and char == ".":
-            self.rules.append(f"{name}_PART: /{body}/")
-            ways = f"({name}_PART {spoken}){{0,{MAX_MORE}}} {ways}"
         return ways
 
     def _spelled(self, value: str) -> str:
@@ -276,12 +271,6 @@ class _Rules:
 def literal(text: str, spelling: Spelling) -> str:
     """`text` in a rule, with any id where one stands in it."""
     return " call_id ".join(spelling.literal(part) for part in text.split(ID)).strip()
-
-
-def regex(text: str) -> str:
-    """A pattern of `text`, as a lark grammar has it."""
-    text = re.sub(r"([\\.^$*+?{}\[\]|()/])", r"\\\1", text)
-    return text.replace("\n", r"\n").replace("\t", r"\t").replace("\r", r"\r")
 
 
 def _all(bodies: Sequence[str], end: str) -> str:

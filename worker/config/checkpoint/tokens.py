@@ -39,14 +39,6 @@ class TokenizerFile:
     text: str
     fields: Mapping[str, Any]  # of `text`
 
-    def within(self, vocab_size: int) -> str:
-        """`text` without the added tokens that a model with so many has not."""
-        added: list[Token] = self.fields.get("added_tokens") or []
-        kept = [token for token in added if token["id"] < vocab_size]
-        if len(kept) == len(added):
-            return self.text
-        return json.dumps({**self.fields, "added_tokens": kept})
-
     def id_of(self, content: str) -> int | None:
         """The id of an added token, or of an entry of the vocabulary."""
         added: list[Token] = self.fields.get("added_tokens") or []
@@ -73,48 +65,62 @@ class Tokens:
 def read_tokens(directory: Path) -> Tokens:
     """Raises a UserError if a file is malformed, an OSError if tokenizer.json cannot be read."""
     path = directory / "tokenizer.json"
-    text = path.read_text(encoding="utf-8")
-    file = read_fields(path)
-    config = _read(directory / "tokenizer_config.json")
-    if config.get("split_special_tokens"):
-        reason = "prompts need their special tokens whole; take the field out, or set it to false"
-        raise config.unsupported("split_special_tokens", reason)
-    asked = _Asked(config, directory)
-    padding: dict[str, Any] = file.get("padding") or {}
-    if "pad_token" in padding and "pad_token" not in config.values:
-        asked.named.setdefault("pad_token", asked.token(padding["pad_token"], special=True))
-    held: list[Token] = file.get("added_tokens") or []
-    if not is_list(held) or not all(map(_has_content, held)):
-        raise file.error("added_tokens", "not a tokenizer: must be a list of tokens")
-    new = _changed(asked.tokens(held), held)
-    mended = list[str]()
+    text, read = path.read_text(encoding="utf-8"), _Read(directory)
+    file, mended = read.file, list[str]()
     if off := [name for name in ("truncation", "padding") if file.get(name)]:
         mended.append(f"{' and '.join(off)} of tokenizer.json: switched off")
-    if new:
-        contents = ", ".join(repr(token["content"]) for token in new)
+    if read.new:
+        contents = ", ".join(repr(token["content"]) for token in read.new)
         mended.append(f"tokens that other files have, or have otherwise: {contents}")
-    named = {name: token["content"] for name, token in asked.named.items()}
     if not mended:
-        return Tokens(TokenizerFile(path, text, file.values), config, named)
+        return Tokens(TokenizerFile(path, text, file.values), read.config, read.named)
     try:
         tokenizer = Tokenizer.from_str(text)
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        added = [AddedToken(**token) for token in new]
+        added = [AddedToken(**token) for token in read.new]
         tokenizer.add_tokens(added)  # pyright: ignore[reportUnknownMemberType]
         text = tokenizer.to_str()
     except Exception as error:  # the library raises nothing narrower
         raise UserError(f"{path}: not a tokenizer: {error}", "model.path") from error
-    return Tokens(TokenizerFile(path, text, json.loads(text)), config, named, tuple(mended))
+    fields = json.loads(text)
+    return Tokens(TokenizerFile(path, text, fields), read.config, read.named, tuple(mended))
 
 
 def eos_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
     """The tokenizer's end of a text, if there is a tokenizer that names one the model has."""
-    if not (directory / "tokenizer.json").is_file():
+    path = directory / "tokenizer.json"
+    if not path.is_file():
         return ()
-    tokens = read_tokens(directory)
-    found = tokens.file.id_of(tokens.named[EOS]) if EOS in tokens.named else None
+    read = _Read(directory)
+    if (content := read.named.get(EOS)) is None:
+        return ()
+    found = TokenizerFile(path, "", read.file.values).id_of(content)
+    if found is None:  # a token that tokenizer.json lacks gets its id by being added
+        found = read_tokens(directory).file.id_of(content)
     return () if found is None or found >= vocab_size else (found,)
+
+
+class _Read:
+    """What the files of a directory say, before any token is added to a tokenizer."""
+
+    def __init__(self, directory: Path) -> None:
+        self.file = file = read_fields(directory / "tokenizer.json")
+        self.config = config = _read(directory / "tokenizer_config.json")
+        if config.get("split_special_tokens"):
+            reason = (
+                "prompts need their special tokens whole; take the field out, or set it to false"
+            )
+            raise config.unsupported("split_special_tokens", reason)
+        asked = _Asked(config, directory)
+        padding: dict[str, Any] = file.get("padding") or {}
+        if "pad_token" in padding and "pad_token" not in config.values:
+            asked.named.setdefault("pad_token", asked.token(padding["pad_token"], special=True))
+        held: list[Token] = file.get("added_tokens") or []
+        if not is_list(held) or not all(map(_has_content, held)):
+            raise file.error("added_tokens", "not a tokenizer: must be a list of tokens")
+        self.new = _changed(asked.tokens(held), held)
+        self.named = {name: token["content"] for name, token in asked.named.items()}
 
 
 class _Asked:
