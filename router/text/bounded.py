@@ -11,16 +11,18 @@ from typing import Any, NamedTuple, cast
 
 from llguidance import LLMatcher
 
-Schema = dict[str, Any]
+from router.text.forms.schema import (
+    CONDITIONS,
+    GROUPS,
+    Schema,
+    kinds_listed,
+    listed,
+    mapping,
+    names_listed,
+    number_of,
+    with_inner,
+)
 
-# Where schemas stand within a schema.
-NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-SINGLE = (
-    "items", "prefixItems", "additionalItems", "contains", "additionalProperties", "propertyNames",
-    "not", "unevaluatedItems", "unevaluatedProperties",
-)  # fmt: skip
-GROUPS = ("allOf", "anyOf", "oneOf")  # lists of schemas of the same value
-CONDITIONS = ("if", "then", "else")  # further ones of it
 NAMING = ("properties", "patternProperties")
 ALLOWING = ("additionalProperties", "unevaluatedProperties")
 DEFINITIONS = ("#/$defs/", "#/definitions/")
@@ -92,47 +94,36 @@ class _Copy:
         self.opened: dict[str, tuple[str, str]] = {}  # definitions that are wanted open
 
     def copy(self, schema: Any, *, closed: bool = True, limited: bool = True) -> Any:
-        if isinstance(schema, list):  # `prefixItems`, and draft 7's `items`
-            return [self.copy(item) for item in cast("list[Any]", schema)]
         if not isinstance(schema, dict):
             return schema
         given = cast("Schema", schema)
-        copy = dict(given)
-        if given.get("uniqueItems") is False:  # which is no constraint
-            del copy["uniqueItems"]
-        for key in NAMED:
-            if isinstance(given.get(key), dict):
-                copy[key] = {name: self.copy(item) for name, item in given[key].items()}
-        for key in SINGLE:
-            if key in given:
-                copy[key] = self.copy(given[key])
         split = self._num_parts(given) > 1
-        self._copy_same(given, copy, closed=closed and not split)
+
+        def inner(one: Any, key: str, _: str) -> Any:
+            if key in CONDITIONS:
+                return self.copy(one, closed=False)
+            if key not in GROUPS:
+                return self.copy(one)
+            # A limit of ours may contradict a limit or a pattern of another member of allOf.
+            is_alone = key != "allOf" or len(listed(given[key])) == 1
+            return self.copy(one, closed=closed and not split, limited=is_alone)
+
+        copy = with_inner(given, inner)
+        definition = self._definition(given.get("$ref")) if split or not closed else None
+        if definition is not None:
+            self.opened[given["$ref"]] = definition
+            copy["$ref"] = given["$ref"] + OPEN
         if closed and not any(key in given for key in ALLOWING):
             self._close(given, copy, split=split)
         if limited:
             self._limit(copy)
         return copy
 
-    def _copy_same(self, given: Schema, copy: Schema, *, closed: bool) -> None:
-        for key in GROUPS:
-            if isinstance(given.get(key), list):
-                # A limit of ours may contradict a limit or a pattern of another member of allOf.
-                limited = key != "allOf" or len(given[key]) == 1
-                copy[key] = [self.copy(x, closed=closed, limited=limited) for x in given[key]]
-        for key in CONDITIONS:
-            if key in given:
-                copy[key] = self.copy(given[key], closed=False)
-        definition = None if closed else self._definition(given.get("$ref"))
-        if definition is not None:
-            self.opened[given["$ref"]] = definition
-            copy["$ref"] = given["$ref"] + OPEN
-
     def _num_parts(self, given: Schema) -> int:
         """How many schemas of one value may name properties of it."""
-        members = given.get("allOf")
-        num = len(cast("list[Any]", members)) if isinstance(members, list) else 0
-        num += sum(key in given for key in ("anyOf", "oneOf", "$ref"))
+        num = len(listed(given.get("allOf"))) + sum(
+            key in given for key in ("anyOf", "oneOf", "$ref")
+        )
         num += any(key in given for key in CONDITIONS)
         return num + any(key in given for key in NAMING)
 
@@ -157,12 +148,9 @@ class _Copy:
         self._count(1)
         given = cast("Schema", schema)
         self._add_own(given, names)
-        for key in GROUPS:
-            members: Any = given.get(key)
-            for member in cast("list[Any]", members) if isinstance(members, list) else []:
-                self._collect(member, names, seen)
-        for key in CONDITIONS:
-            self._collect(given.get(key), names, seen)
+        members = [member for key in GROUPS for member in listed(given.get(key))]
+        for further in (*members, *map(given.get, CONDITIONS)):
+            self._collect(further, names, seen)
         ref = given.get("$ref")
         if not isinstance(ref, str) or ref in seen:
             return
@@ -180,40 +168,30 @@ class _Copy:
 
     def _add_own(self, given: Schema, names: _Names) -> None:
         names.free |= any(given.get(key, False) is not False for key in ALLOWING)
-        for key, named in zip(NAMING, (names.known, names.patterns), strict=True):
-            if isinstance(given.get(key), dict):
-                named.update(dict.fromkeys(given[key], True))
-        required: Any = given.get("required")
-        if isinstance(required, list):
-            known = (name for name in cast("list[Any]", required) if isinstance(name, str))
-            names.known.update(dict.fromkeys(known, True))
+        own = (*mapping(given, "properties"), *names_listed(given))
+        names.known.update(dict.fromkeys(own, True))
+        names.patterns.update(dict.fromkeys(mapping(given, "patternProperties"), True))
 
     def _definition(self, ref: Any) -> tuple[str, str] | None:
         """Where the definition stands that `ref` names, if it is one of the root's."""
         for prefix in DEFINITIONS:
             if isinstance(ref, str) and ref.startswith(prefix):
                 place, name = prefix[2:-1], ref.removeprefix(prefix)
-                definitions: Any = self._root.get(place)
-                if isinstance(definitions, dict) and name in definitions:
+                if name in mapping(self._root, place):
                     return place, name
         return None
 
     def _limit(self, copy: Schema) -> None:
-        kinds: Any = copy.get("type")
-        kinds = cast("list[Any]", kinds) if isinstance(kinds, list) else [kinds]
+        kinds = kinds_listed(copy)
         if "enum" in copy or "const" in copy:
             return
         chars, most = self._bounds[:2]
         if "string" in kinds and chars and not any(key in copy for key in ("maxLength", "pattern")):
-            least = FORMAT_CHARS if "format" in copy else _number(copy.get("minLength"))
+            least = FORMAT_CHARS if "format" in copy else number_of(copy.get("minLength")) or 0
             copy["maxLength"] = max(chars, least)
         if "integer" in kinds and "number" not in kinds and most:
             highest, lowest = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
             for side, other, sign in ((highest, lowest, 1), (lowest, highest, -1)):
-                fits = all(sign * _number(copy.get(name)) < most for name in other)
+                fits = all(sign * (number_of(copy.get(name)) or 0) < most for name in other)
                 if fits and not any(name in copy for name in side):
                     copy[side[0]] = sign * most
-
-
-def _number(value: Any) -> Any:
-    return value if isinstance(value, int | float) else 0

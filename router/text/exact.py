@@ -8,8 +8,19 @@ import json
 import math
 from typing import Any, cast
 
-from router.text.bounded import MAX_WORK, NAMED, Schema
-from router.text.forms.schema import kind_of, listed, resolved
+from router.text.bounded import MAX_WORK
+from router.text.forms.schema import (
+    NAMED,
+    Schema,
+    at,
+    kind_of,
+    kinds_listed,
+    listed,
+    names_listed,
+    number_of,
+    resolved,
+    values_listed,
+)
 
 EXACT = 1 << 53  # from here on not every integer is a double
 EDGE = (1 << 63) - (1 << 10)  # the widest bound that llguidance takes, as a double
@@ -31,28 +42,12 @@ class Unkept(ValueError):
         super().__init__(f"{path}: {why}" if path else why)
 
 
-def at(path: str, *steps: str) -> str:
-    """A place in a schema; `path` is empty at its root."""
-    return ".".join(filter(None, (path, *steps)))
-
-
-def values_listed(schema: Schema) -> list[Any]:
-    """The values of `const`, or of `enum`."""
-    return [schema["const"]] if "const" in schema else listed(schema.get("enum"))
-
-
-def kinds_listed(schema: Schema) -> set[str]:
-    """What `type` says; empty: nothing."""
-    told: Any = schema.get("type")
-    return {kind for kind in listed(told) or [told] if isinstance(kind, str)}
-
-
 def mend_bounds(schema: Schema, path: str) -> None:
     """Move bounds to doubles within; a range of integers without any becomes an `enum`.
 
     Raises Unkept if nothing that llguidance can count to is within them.
     """
-    numbers = [_number(schema[key]) for key in BOUNDS if key in schema]
+    numbers = [number_of(schema[key]) for key in BOUNDS if key in schema]
     if not any(number is not None and abs(number) >= EXACT for number in numbers):
         return
     whole = kinds_listed(schema) & {"integer", "number"} == {"integer"}
@@ -73,8 +68,8 @@ def _bound(
 ) -> tuple[int | float, tuple[str, int | float]]:
     """A bound of one side, and its keyword and value as a double; none is infinite."""
     inclusive, exclusive, sign = side  # with the sign the bound is a lower one
-    given = [(_number(schema.get(inclusive)), schema.get(exclusive) is True)]
-    given.append((_number(schema.get(exclusive)), True))
+    given = [(number_of(schema.get(inclusive)), schema.get(exclusive) is True)]
+    given.append((number_of(schema.get(exclusive)), True))
     own = [(sign * number, strict) for number, strict in given if number is not None]
     bound, strict = max(own, default=(-math.inf, False))
     if whole and own:
@@ -86,11 +81,6 @@ def _bound(
     near = math.nextafter(near, math.inf) if near < within else near
     kept = sign * (int(near) if near.is_integer() else near)
     return sign * bound, (exclusive if strict and near == bound else inclusive, kept)
-
-
-def _number(value: Any) -> int | float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and (isinstance(value, int) or math.isfinite(value)) else None
 
 
 def exact_part(schema: Schema) -> str | None:
@@ -211,7 +201,7 @@ class _Exact:
         """Properties in their order: rules of all from the i-th on, behind others and first."""
         behind, first = '""', '""'
         for name, own in reversed(cast("Schema", schema.get("properties", {})).items()):
-            is_needed = name in listed(schema.get("required"))
+            is_needed = name in names_listed(schema)
             if own is False and not is_needed:
                 continue
             value, rest = self.node(own, at(path, "properties", name)), self._rule(behind)
@@ -235,7 +225,7 @@ def _is_inexact(value: Any) -> bool:
 
 def _fits(value: Any, schema: Schema) -> bool:
     """Whether a listed value has the type and is within the bounds of `schema`."""
-    kinds, number = kinds_listed(schema), _number(value)
+    kinds, number = kinds_listed(schema), number_of(value)
     own = [kind_of(value), *(["number"] if number is not None else [])]
     own += ["integer"] if isinstance(value, float) and value.is_integer() else []
     if kinds and kinds.isdisjoint(own):
@@ -243,7 +233,7 @@ def _fits(value: Any, schema: Schema) -> bool:
     if number is None:
         return True
     for inclusive, exclusive, sign in SIDES:
-        least, more = _number(schema.get(inclusive)), _number(schema.get(exclusive))
+        least, more = number_of(schema.get(inclusive)), number_of(schema.get(exclusive))
         more = least if schema.get(exclusive) is True else more
         if least is not None and sign * number < sign * least:
             return False

@@ -15,9 +15,11 @@ from typing import Any, cast
 from llguidance import LLMatcher
 
 from router.errors import ApiError, invalid, unsupported
-from router.text.bounded import Bounds, Schema, TooLarge, bounded, grammar_of
+from router.text.bounded import Bounds, TooLarge, bounded, grammar_of
 from router.text.ebnf import Bad, lark_of
-from router.text.exact import Unkept, at, exact_part
+from router.text.exact import Unkept, exact_part
+from router.text.forms.form import ID
+from router.text.forms.schema import Schema, at
 from router.text.keywords import kept
 from router.text.trial import Trials
 from worker.config.checkpoint.grammar_tokens import grammar_tokenizer
@@ -122,24 +124,14 @@ class Spelling:
         found = filter(None, self._cut.split(text))
         return [self._tokens.get(piece, piece) for piece in found]
 
-    def any_of(self, tokens: Iterable[int]) -> str:
-        """Any of some tokens in a rule, as there may be thousands; empty: there is none."""
-        runs = list[list[int]]()
-        for token in sorted(tokens):
-            if runs and runs[-1][1] == token - 1:
-                runs[-1][1] = token
-            else:
-                runs.append([token, token])
-        listed = ",".join(f"{first}-{last}" for first, last in runs)
-        return f"<[{listed}]>" if runs else ""
-
     def piece(self, piece: str | int) -> str:
         """One of them in a rule."""
         return quoted(piece) if isinstance(piece, str) else f"<[{piece}]>"
 
     def literal(self, text: str) -> str:
-        """`text` in a rule; empty, if it is."""
-        return " ".join(map(self.piece, self.pieces(text)))
+        """`text` in a rule, with any id where one stands in it; empty, if it is."""
+        parts = (" ".join(map(self.piece, self.pieces(part))) for part in text.split(ID))
+        return " call_id ".join(parts).strip()
 
 
 def composed(parts: Sequence[tuple[str, Part]], rules: Sequence[str], think: str = "") -> str:

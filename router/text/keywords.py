@@ -11,9 +11,21 @@ from collections.abc import Callable
 from itertools import combinations, islice
 from typing import Any, NamedTuple, cast
 
-from router.text.bounded import CONDITIONS, GROUPS, NAMED, SINGLE, Schema
-from router.text.exact import Unkept, at, kinds_listed, mend_bounds, values_listed
-from router.text.forms.schema import kind_of, listed, resolved
+from router.text.exact import Unkept, mend_bounds
+from router.text.forms.schema import (
+    CONDITIONS,
+    GROUPS,
+    Schema,
+    at,
+    kind_of,
+    kinds_listed,
+    listed,
+    mapping,
+    names_listed,
+    resolved,
+    values_listed,
+    with_inner,
+)
 from router.text.trial import TOO_MUCH
 
 # Keywords that no grammar keeps to, and values that are no constraint.
@@ -92,20 +104,10 @@ class _Keeper:
         self.told: list[str] = []
 
     def copy(self, schema: Any, path: str) -> Any:
-        if isinstance(schema, list):
-            items = cast("list[Any]", schema)
-            return [self.copy(item, at(path, str(i))) for i, item in enumerate(items)]
         if not isinstance(schema, dict):
             return schema
         given = cast("Schema", schema)
-        copy = dict(given)
-        for key in NAMED:
-            if isinstance(given.get(key), dict):
-                named: Schema = given[key]
-                copy[key] = {n: self.copy(x, at(path, key, n)) for n, x in named.items()}
-        for key in (*SINGLE, *GROUPS, *CONDITIONS):
-            if key in given:
-                copy[key] = self.copy(given[key], at(path, key))
+        copy = with_inner(given, lambda one, *place: self.copy(one, at(path, *place)))
         for key, nothing in UNREAD.items():
             if key in given and given[key] == nothing:
                 del copy[key]
@@ -196,9 +198,9 @@ class _Keeper:
         patterns = copy.get("patternProperties")
         if not isinstance(known, dict) or patterns or any(key in copy for key in (*GROUPS, "$ref")):
             return
-        missing = [name for name in _required(copy) if name not in known]
+        missing = [name for name in names_listed(copy) if name not in known]
         if missing:
-            copy["required"] = [name for name in _required(copy) if name in known]
+            copy["required"] = [name for name in names_listed(copy) if name in known]
             self._tell(
                 path, "required", f"{str(missing[0])[:40]!r} is no property, and no other may be"
             )
@@ -231,7 +233,7 @@ class _Keeper:
         known: Any = copy.get("properties")
         if not isinstance(known, dict) or not known:
             return
-        known, needed = cast("Schema", known), _required(copy)
+        known, needed = cast("Schema", known), names_listed(copy)
         optional = [name for name in known if name not in needed]
         is_open = bool(copy.get("additionalProperties") or copy.get("patternProperties"))
         for key, least in (("minProperties", True), ("maxProperties", False)):
@@ -272,7 +274,7 @@ class _Keeper:
         shared = {"type": given["type"]} if "type" in given else {}
         found = [resolved(member, self._root) for member in members]
         whole: list[Schema] = [
-            {**shared, **one, "required": _required(given) + _required(cast("Schema", one))}
+            {**shared, **one, "required": names_listed(given) + names_listed(cast("Schema", one))}
             for one in found
             if isinstance(one, dict)
         ]
@@ -305,9 +307,9 @@ class _Keeper:
         if not kinds == far_kinds == {"object"}:
             return False
         for own, far in (pair, pair[::-1]):
-            known, far_known = _mapping(own, "properties"), _mapping(far, "properties")
+            known, far_known = mapping(own, "properties"), mapping(far, "properties")
             is_closed = far.get("additionalProperties") is False and "patternProperties" not in far
-            for name in _required(own):
+            for name in names_listed(own):
                 if name not in far_known and is_closed:
                     return True
                 both = name in known and name in far_known
@@ -320,12 +322,3 @@ def _kinds(schema: Schema) -> set[str]:
     """The types that a schema names or lists values of; empty: it does neither."""
     found = kinds_listed(schema) or {kind_of(value) for value in values_listed(schema)}
     return {"number" if kind == "integer" else kind for kind in found}
-
-
-def _required(schema: Schema) -> list[str]:
-    return [name for name in listed(schema.get("required")) if isinstance(name, str)]
-
-
-def _mapping(schema: Schema, key: str) -> Schema:
-    found: Any = schema.get(key)
-    return cast("Schema", found) if isinstance(found, dict) else {}

@@ -251,7 +251,7 @@ def json_text(value: Any) -> str:
 
 def _common(text: str, before: str) -> int:
     """How much of its beginning `text` has in common with `before`; no mark <…> or […] is cut."""
-    shared = text[: _num_shared(text, before)]
+    shared = text[: num_shared(text, before)]
     if shared == before:
         return len(shared)
     mark = max(shared.rfind("<"), shared.rfind("["))
@@ -260,13 +260,13 @@ def _common(text: str, before: str) -> int:
 
 def _middle(text: str, other: str) -> str:
     """What `text` has between the beginning and the end that it shares with `other`."""
-    start = _num_shared(text, other)
+    start = num_shared(text, other)
     rest, shorter = text[start:], other[start:]
-    end = _num_shared(rest[::-1], shorter[::-1])
+    end = num_shared(rest[::-1], shorter[::-1])
     return rest[: len(rest) - end]
 
 
-def _num_shared(text: str, other: str) -> int:
-    """The length of the beginning that both have."""
-    pairs = enumerate(zip(text, other, strict=False))
-    return next((i for i, (one, two) in pairs if one != two), min(len(text), len(other)))
+def num_shared(some: Sequence[str], others: Sequence[str]) -> int:
+    """How many characters, or pieces, both begin with."""
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(some), len(others)))

@@ -29,44 +29,61 @@ MARKS: Mapping[str, Marks] = {
 }
 
 
-class Answer(Parser):
-    """Takes the marks off an answer that stands between them; what is left goes to `inner`."""
+class _Opened(Parser):
+    """Takes what an opening mark begins; without it, and behind the end, all goes to `inner`."""
 
-    def __init__(self, inner: Parser, marks: Marks) -> None:
-        self._inner = inner
-        self._opens, self._closes = marks.answer_opens, marks.answer_closes
+    def __init__(self, inner: Parser, opens: str, closes: str) -> None:
+        self._inner, self._opens, self._closes = inner, opens, closes
+        self._opened: bool | None = None  # None: not known yet; False: it is not, or it was closed
         self._text = ""  # which may be a mark, or end with one
-        self._begun: bool | None = None  # None: not known yet; False: it has no marks
 
     def feed(self, text: str) -> Parsed:
-        if self._begun is False:
-            return self._inner.feed(text)
+        if self._opened is False:
+            return self._rest(text)
         self._text += text
-        if self._begun is None:
+        if self._opened is None:
             start = self._text.lstrip()
             if len(start) < len(self._opens) and self._opens.startswith(start):
                 return Parsed()
-            self._begun = start.startswith(self._opens)
-            self._text = start.removeprefix(self._opens) if self._begun else self._text
-            if not self._begun:
-                return self._inner.feed(self._take(len(self._text)))
-        shown = self._text.rstrip().removesuffix(self._closes)
-        return self._inner.feed(self._take(len(sure(shown.rstrip(), self._closes).rstrip())))
+            self._opened = start.startswith(self._opens)
+            if not self._opened:
+                return self._rest(self._take())
+            self._text = start.removeprefix(self._opens)
+        return self._within()
 
-    def finish(self, *, cut: Cut = False) -> Parsed:
-        rest = kept(self._text, cut, self._closes if self._begun else self._opens)
-        if self._begun:
-            rest = rest.rstrip().removesuffix(self._closes)
-        parsed = self._inner.feed(rest) if rest else Parsed()
-        parsed += self._inner.finish(cut=cut)
-        return parsed
+    def _within(self) -> Parsed:
+        """What is certain of the text behind the mark."""
+        raise NotImplementedError
 
-    def _take(self, size: int) -> str:
-        text, self._text = self._text[:size], self._text[size:]
+    def _rest(self, text: str) -> Parsed:
+        return self._inner.feed(text) if text else Parsed()
+
+    def _take(self, size: int | None = None) -> str:
+        text = self._text[:size]
+        self._text = self._text[len(text) :]
         return text
 
 
-class Reasoning(Parser):
+class Answer(_Opened):
+    """Takes the marks off an answer that stands between them; what is left goes to `inner`."""
+
+    def __init__(self, inner: Parser, marks: Marks) -> None:
+        super().__init__(inner, marks.answer_opens, marks.answer_closes)
+
+    def finish(self, *, cut: Cut = False) -> Parsed:
+        rest = kept(self._text, cut, self._closes if self._opened else self._opens)
+        if self._opened:
+            rest = rest.rstrip().removesuffix(self._closes)
+        parsed = self._rest(rest)
+        parsed += self._inner.finish(cut=cut)
+        return parsed
+
+    def _within(self) -> Parsed:
+        shown = self._text.rstrip().removesuffix(self._closes)
+        return self._rest(self._take(len(sure(shown.rstrip(), self._closes).rstrip())))
+
+
+class Reasoning(_Opened):
     """What stands between `marks` at the beginning is reasoning; what follows goes to `inner`.
 
     `inside`: the prompt has opened the reasoning. call: ends it, too, if there is any, and stays.
@@ -75,50 +92,33 @@ class Reasoning(Parser):
     def __init__(
         self, inner: Parser, *, inside: bool, marks: Marks = MARKS["qwen3"], call: str = ""
     ) -> None:
-        self._inner = Answer(inner, marks) if marks.answer_opens else inner
-        self._open, self._close = marks[:2]
+        super().__init__(Answer(inner, marks) if marks.answer_opens else inner, *marks[:2])
+        self._opened = True if inside else None
         self._calls = (call,) if call else ()
-        self._inside: bool | None = True if inside else None  # None = not known yet
-        self._text = ""
         self._begun = False  # some of the reasoning was returned
         self._stripping = False  # white space before the answer is still dropped
 
-    def feed(self, text: str) -> Parsed:
-        if self._inside is False:
-            return self._rest(text)
-        self._text += text
-        if self._inside is None:
-            start = self._text.lstrip()
-            if len(start) < len(self._open) and self._open.startswith(start):
-                return Parsed()
-            self._inside = start.startswith(self._open)
-            if not self._inside:
-                return self._rest(self._take())
-            self._text = start.removeprefix(self._open)
-        return self._reasoning()
-
     def finish(self, *, cut: Cut = False) -> Parsed:
-        parsed, rest = Parsed(), self._take()
-        if self._inside:
-            rest = kept(rest, cut, self._close, *self._calls)
+        if self._opened:
+            rest = kept(self._text, cut, self._closes, *self._calls)
             parsed = Parsed.of(self._trimmed(rest), "reasoning")
         else:
-            parsed += self._rest(kept(rest, cut, self._open))
+            parsed = self._rest(kept(self._text, cut, self._opens))
         parsed += self._inner.finish(cut=cut)
         return parsed
 
-    def _reasoning(self) -> Parsed:
-        reasoning, marker, rest = self._text.partition(self._close)
+    def _within(self) -> Parsed:
+        reasoning, marker, rest = self._text.partition(self._closes)
         for call in self._calls:
             before, found, _ = reasoning.partition(call)
             if found:
                 reasoning, marker, rest = before, call, self._text[len(before) :]
         if marker:
-            self._inside, self._stripping, self._text = False, True, ""
+            self._opened, self._stripping, self._text = False, True, ""
             parsed = Parsed.of(self._trimmed(reasoning), "reasoning")
             parsed += self._rest(rest)
             return parsed
-        shown = sure(reasoning, self._close, *self._calls).rstrip()
+        shown = sure(reasoning, self._closes, *self._calls).rstrip()
         self._text = reasoning[len(shown) :]
         return Parsed.of(self._trimmed(shown, end=False), "reasoning")
 
@@ -131,8 +131,4 @@ class Reasoning(Parser):
         if self._stripping:
             text = text.lstrip()
             self._stripping = not text
-        return self._inner.feed(text) if text else Parsed()
-
-    def _take(self) -> str:
-        text, self._text = self._text, ""
-        return text
+        return super()._rest(text)

@@ -12,7 +12,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from router.errors import ApiError
 from router.text import bounded
-from router.text.bounded import GROUPS, NAMED, SINGLE, Bounds
+from router.text.bounded import Bounds
+from router.text.forms.schema import GROUPS, NAMED, SINGLE
 from router.text.grammar import composed, schema_part
 from tests.support.prompts import accepts as grammar_accepts
 from tests.support.prompts import ll_tokenizer

@@ -15,10 +15,11 @@ from jsonschema import Draft202012Validator
 from llguidance import LLMatcher
 
 from router.errors import ApiError
-from router.text.bounded import Bounds, Schema
+from router.text.bounded import Bounds
 from router.text.forms.known import FORMS
 from router.text.forms.parser import FormParser
 from router.text.forms.rules import Called, rules_of
+from router.text.forms.schema import Schema
 from router.text.grammar import composed, schema_part, unkept
 from tests.support.call_checks import calls_of, forced, taken, tokenizer
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from router.text.forms.form import Form, segments
-from router.text.forms.rules import Called, literal
+from router.text.forms.rules import Called
 from router.text.grammar import ANY, Spelling, regex
 
 WORD = re.compile(r".*[\w:]", re.DOTALL)  # a mark without markup
@@ -61,7 +61,8 @@ class _Rules:
                 self._mark(mark)
         signs = "".join((*form.lead, *form.own_lead, *form.marks, *form.skips, around.not_first))
         meant = {piece for piece in spelling.pieces(signs) if isinstance(piece, int)}
-        self._spoken = spelling.any_of(around.also - meant)
+        spoken = ",".join(map(str, sorted(around.also - meant)))
+        self._spoken = f"<[{spoken}]>" if spoken else ""  # any of them
 
     def _mark(self, mark: str) -> None:
         form = self._form
@@ -106,7 +107,7 @@ class _Rules:
         ways = list[str]()
         for i, (mark, rest) in enumerate(self._marks.items()):
             up_to = self._up_to(i, mark, name, not_first)
-            ways.append(f"({up_to}) {literal(rest, self._spelling)} told more")
+            ways.append(f"({up_to}) {self._spelling.literal(rest)} told more")
         self.rules.append(f"turn_{name}: {' | '.join(ways)}")
         return f"turn_{name}"
 

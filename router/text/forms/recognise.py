@@ -16,7 +16,7 @@ from router.text.forms.parser import FormParser
 from router.text.forms.schema import kind_of
 from router.text.forms.values import DECODER, Depth, loaded
 from router.text.parsers import Parsed
-from router.text.probe import IDS, NAMES, WORDS, Probe
+from router.text.probe import IDS, NAMES, WORDS, Probe, num_shared
 
 By = Literal["setting", "response_template", "probe", "guess", "none"]
 JSON_ID = re.compile(r'("\w*id"\s*:\s*")[^"]*(?=")')
@@ -139,12 +139,12 @@ def _tags(text: str, arguments: Sequence[Mapping[str, Any]]) -> Form | None:
         return None
     named, before = text[key + len(keys[0]) : value], _pieces(text[begins:key])
     behind = _pieces(text[end:following])
-    num = _num_shared(before[::-1], behind[::-1])
+    num = num_shared(before[::-1], behind[::-1])
     opens, behind = "".join(before[len(before) - num :]), behind[: len(behind) - num]
     ends = [text.find(given, end) + len(given) for given in (arguments[0][keys[-1]], WORDS[1])]
     names = [text.find(name, end) for name in NAMES[1:]]
     tail = text[ends[0] : names[0] if len(arguments) > 1 else len(text)]
-    num = _num_shared(behind, _pieces(tail))
+    num = num_shared(behind, _pieces(tail))
     closes, between = "".join(behind[:num]), "".join(behind[num:])
     other = ""
     if "count" in keys:
@@ -167,10 +167,10 @@ def _form(text: str, spans: Sequence[tuple[int, int]], style: Style) -> Form:
     first = between = ""
     if len(spans) > 1:
         pieces, middle = _pieces(before), _pieces(text[spans[0][1] : names[1]])
-        num = _num_shared(pieces[::-1], middle[::-1])
+        num = num_shared(pieces[::-1], middle[::-1])
         first, opens = "".join(pieces[: len(pieces) - num]), "".join(pieces[len(pieces) - num :])
         middle, behind = middle[: len(middle) - num], _pieces(last)
-        num = _num_shared(middle, behind)
+        num = num_shared(middle, behind)
         closes, between = "".join(middle[:num]), "".join(middle[num:])
         last = _as_many_marks("".join(behind[num:]), first)
     else:
@@ -210,9 +210,3 @@ def _words(text: str) -> tuple[str, str, str]:
 
 def _pieces(text: str) -> list[str]:
     return PIECE.findall(text)
-
-
-def _num_shared(some: Sequence[str], others: Sequence[str]) -> int:
-    """How many pieces both begin with."""
-    pairs = enumerate(zip(some, others, strict=False))
-    return next((i for i, (one, other) in pairs if one != other), min(len(some), len(others)))

@@ -13,11 +13,11 @@ from typing import Any, cast
 
 from router.errors import ApiError, invalid
 from router.text.bounded import Bounds
-from router.text.exact import at
-from router.text.forms.form import ID, Form, Json, Pairs, Tags
+from router.text.forms.form import Form, Json, Pairs, Tags
 from router.text.forms.schema import (
+    GROUPS,
     TEXT,
-    UNIONS,
+    at,
     kinds_of,
     listed,
     properties_of,
@@ -67,11 +67,11 @@ def rules_of(
     for i, function in enumerate(functions):
         made.call(i, function)
     made.rules.append("told: " + " | ".join(f"call_{i}" for i in range(len(functions))))
-    made.rule("call", made.literal(form.opens), "told")
-    between, most = made.literal(form.between), 1 if form.single else num_calls
+    made.rule("call", spelling.literal(form.opens), "told")
+    between, most = spelling.literal(form.between), 1 if form.single else num_calls
     more = f"{{0,{most - 1}}}" if most else "*"
-    made.rule("more", "" if most == 1 else f"({between} call){more}", made.literal(form.last))
-    made.rule("calls", made.literal(form.first), "call", "more")
+    made.rule("more", "" if most == 1 else f"({between} call){more}", spelling.literal(form.last))
+    made.rule("calls", spelling.literal(form.first), "call", "more")
     made.rules.append(CALL_ID)
     return CallRules(made.parts, made.rules, list(dict.fromkeys(made.unkept)))
 
@@ -81,15 +81,12 @@ class _Rules:
 
     def __init__(self, form: Form, spelling: Spelling, bounds: Bounds) -> None:
         self._form, self._spelling, self._bounds = form, spelling, bounds
+        self._literal = spelling.literal
         self.parts: list[tuple[str, Part]] = []
         self.rules: list[str] = []
         self.unkept: list[str] = []
         self._root: Mapping[str, Any] = {}  # the parameters of the function that is at hand
         self._strict, self._path = False, ""
-
-    def literal(self, text: str) -> str:
-        """`text` in a rule, with any id where one stands in it."""
-        return literal(text, self._spelling)
 
     def rule(self, name: str, *what: str) -> str:
         """Add a rule, of which empty parts are left out; returns its name."""
@@ -108,8 +105,8 @@ class _Rules:
         else:
             arguments = self._sequence(name, schema)
             ends = style.ends if isinstance(style, Pairs) else ""
-        self.rule(f"rest_{i}", arguments, self.literal(ends + form.closes))
-        self.rule(f"call_{i}", quoted(function.name), self.literal(form.named), f"rest_{i}")
+        self.rule(f"rest_{i}", arguments, self._literal(ends + form.closes))
+        self.rule(f"call_{i}", quoted(function.name), self._literal(form.named), f"rest_{i}")
 
     def _sequence(self, name: str, schema: Mapping[str, Any]) -> str:
         """Arguments by a schema: one rule for all from the i-th on, before the first and behind."""
@@ -120,7 +117,7 @@ class _Rules:
         known |= {key: {} for key in needed if isinstance(key, str) and key not in known}
         if isinstance(style, Pairs) and style.quote:  # templates of these sort them
             known = dict(sorted(known.items()))
-        between = self.literal(style.between)
+        between = self._literal(style.between)
         behind = before = '""'
         if schema.get("additionalProperties") or schema.get("patternProperties"):
             more = self._argument(f"{name}_more", None, schema.get("additionalProperties"))
@@ -143,7 +140,7 @@ class _Rules:
         style = self._form.style
         if isinstance(style, Tags):
             opens, named, closes, other = style.opens, style.named, style.closes, style.other
-            other, ends = other or named, self.literal(closes)
+            other, ends = other or named, self._literal(closes)
         else:
             assert isinstance(style, Pairs)
             opens, named, closes = "", style.equals + style.quote, style.quote
@@ -153,20 +150,20 @@ class _Rules:
         values = values_of(schema, self._root)
         for value in values:
             if marks_texts and isinstance(value, str):
-                ways.append(self.literal(named + value + closes))
+                ways.append(self._literal(named + value + closes))
             else:
                 spelled = self._spelled(json.dumps(value, ensure_ascii=False))
-                ways.append(f"{self.literal(other + spelled)} {ends}")
+                ways.append(f"{self._literal(other + spelled)} {ends}")
         if not values:
             is_text = marks_texts and (not kinds or "string" in kinds)
             if is_text:
                 ways += self._texts(f"{name}_text", schema, named, closes)
             if not is_text or (other != named and kinds != TEXT):
-                ways.append(f"{self.literal(other)} ({self._bare(name, schema)}) {ends}")
+                ways.append(f"{self._literal(other)} ({self._bare(name, schema)}) {ends}")
             elif "null" in kinds:
-                ways.append(f"{self.literal(other + self._spelled('null'))} {ends}")
+                ways.append(f"{self._literal(other + self._spelled('null'))} {ends}")
         called = ANY_NAME if key is None else quoted(key)
-        return self.rule(name, self.literal(opens), called, f"({' | '.join(ways)})")
+        return self.rule(name, self._literal(opens), called, f"({' | '.join(ways)})")
 
     def _bare(self, name: str, schema: Any) -> str:
         """A value that is no bare text: in JSON, or as the form spells it."""
@@ -187,7 +184,7 @@ class _Rules:
     def _free(self, quote: str) -> str:
         """Any value of a style that quotes strings by marks, and their keys by none."""
         if not any(rule.startswith("free: ") for rule in self.rules):
-            text = f"{self.literal(quote)} {self._until('free_text', {}, quote)}"
+            text = f"{self._literal(quote)} {self._until('free_text', {}, quote)}"
             self.rule("free_pair", f'{ANY_NAME} ":" free')
             self.rule("free", f'{text} | /-?[0-9]{{1,18}}(\\.[0-9]{{1,18}})?/ | "true" | "false"')
             self.rules[-1] += f" | {quoted(self._spelled('null'))}"
@@ -200,10 +197,12 @@ class _Rules:
         """The ways of a bare text, with the marks before and behind it."""
         own, given = text_schema(schema, self._root), resolved(schema, self._root)
         if not own and isinstance(given, dict):  # what it is one of, or all of, is not tried
-            self._told(cast("dict[str, Any]", given), *UNIONS, *LOOSE)
+            self._told(cast("dict[str, Any]", given), *GROUPS, *LOOSE)
         if values := values_of(own, self._root):
-            return [self.literal(f"{named}{one}{closes}") for one in values if isinstance(one, str)]
-        return [f"{self.literal(named)} {self._text(name, own, closes)}"]
+            return [
+                self._literal(f"{named}{one}{closes}") for one in values if isinstance(one, str)
+            ]
+        return [f"{self._literal(named)} {self._text(name, own, closes)}"]
 
     def _text(self, name: str, schema: dict[str, Any], closes: str) -> str:
         """A bare text, and the mark that ends it."""
@@ -266,11 +265,6 @@ class _Rules:
         if found and self._strict:
             raise invalid(f"{found[0]}: no grammar of this form keeps to it", "tools")
         self.unkept += found
-
-
-def literal(text: str, spelling: Spelling) -> str:
-    """`text` in a rule, with any id where one stands in it."""
-    return " call_id ".join(spelling.literal(part) for part in text.split(ID)).strip()
 
 
 def _all(bodies: Sequence[str], end: str) -> str:
