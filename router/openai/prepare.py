@@ -185,7 +185,9 @@ class Preparer:
     def _spelling(self) -> Spelling:
         """How texts stand in a grammar."""
         text = self._served.text
-        return Spelling({text.added[i]: i for i in text.special_ids if i < text.vocab_size})
+        added = {content: i for i, content in text.added.items() if i < text.vocab_size}
+        special = {content: i for content, i in added.items() if i in text.special_ids}
+        return Spelling(special, added)
 
     def _grammar(
         self, body: GenerationBody, tools: Tools, think: Think
@@ -217,7 +219,10 @@ class Preparer:
             if may_call:  # checked alone first, so that an error names the right field
                 calls = composed(parts, [*rules, "body: calls"])
                 of_tools = self._validator.check(calls, "tools")
-            parts = [*parts, ("form", constraint.part)]
+            part = dict(constraint.part)
+            if constraint.param.endswith("grammar"):
+                part["lark_grammar"] = self._spelling.by_id(part["lark_grammar"])
+            parts = [*parts, ("form", part)]
             is_message = self._form is HARMONY and think != "never"
             alternatives = ["final @form" if is_message else "@form", *alternatives]
         body_rule = "body: " + " | ".join(alternatives)

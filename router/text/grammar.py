@@ -28,6 +28,8 @@ from worker.errors import contained
 
 MAX_GRAMMAR_CHARS = 1 << 18
 ANY = "(?s:.*)"  # text, as a pattern
+# Texts and patterns of a lark grammar, or what it names.
+NAMED = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(<[^<>\s]+>)')
 UNKEPT = re.compile(r"Unimplemented keys: (\[.*?\])")
 
 Part = dict[str, Any]  # an entry of llguidance's list of grammars
@@ -111,11 +113,11 @@ class Spelling:
     """How texts stand in a lark grammar for one tokenizer.
 
     tokens: ids, by what they say, of special tokens: no text of a grammar matches them, so each has
-    to be named where it stands.
+    to be named where it stands. added: those of all added tokens.
     """
 
-    def __init__(self, tokens: Mapping[str, int]) -> None:
-        self._tokens = tokens
+    def __init__(self, tokens: Mapping[str, int], added: Mapping[str, int] | None = None) -> None:
+        self._tokens, self._added = tokens, added or {}
         longest_first = sorted(filter(None, tokens), key=len, reverse=True)
         self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
@@ -123,6 +125,11 @@ class Spelling:
         """`text` as texts and tokens."""
         found = filter(None, self._cut.split(text))
         return [self._tokens.get(piece, piece) for piece in found]
+
+    def by_id(self, lark: str) -> str:
+        """A lark grammar that names added tokens, as <…>, with their ids: some are no names."""
+        ids = self._added
+        return NAMED.sub(lambda n: f"<[{ids[n[1]]}]>" if n[1] in ids else n[0], lark)
 
     def piece(self, piece: str | int) -> str:
         """One of them in a rule."""

@@ -107,7 +107,7 @@ class _Keeper:
         if not isinstance(schema, dict):
             return schema
         given = cast("Schema", schema)
-        copy = with_inner(given, lambda one, *place: self.copy(one, at(path, *place)))
+        copy = with_inner(given, lambda one, key, name: self.copy(one, at(path, key, name)))
         for key, nothing in UNREAD.items():
             if key in given and given[key] == nothing:
                 del copy[key]

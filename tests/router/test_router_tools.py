@@ -134,6 +134,16 @@ def test_a_call_of_a_strict_function_that_nothing_demands_is_constrained(
         assert grammar_accepts(text, grammar, f"<think>{WRONG}</think> so")
 
 
+def test_a_lark_grammar_names_any_added_token(served: Served, text: Text) -> None:
+    lark = 'start: <tool_call> "<tool_call>" /<tool_call>/'
+    response = served.post("completions", prompt="a", guided_grammar=lark)
+    if text.token_of("<tool_call>") is None:
+        assert response.status_code == 400
+    else:
+        grammar = served.double.take()[1].sampling.grammar
+        assert grammar_accepts(text, grammar, "<tool_call>" * 3)
+
+
 def test_calls_that_are_not_told_apart_are_content(serve: Serve, tmp_path: Path) -> None:
     text = Text(make_model(tmp_path, f"{{# ipython #}}{LOOP}"))
     call = '{"name": "time", "parameters": {}}'

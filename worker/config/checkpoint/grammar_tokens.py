@@ -23,12 +23,12 @@ def grammar_tokenizer(
     Raises a ValueError if llguidance cannot use the tokenizer.
     """
     held: list[Token] = file.fields.get("added_tokens") or []
-    off = dict.fromkeys(FLAGS, False)
+    off: Token = dict.fromkeys(FLAGS, False)
     kept = (token for token in held if token["id"] < vocab_size)
     added = [{**token, **off, "special": token["special"]} for token in kept]
     text = file.text if added == held else json.dumps({**file.fields, "added_tokens": added})
     plain = LLTokenizer(text, n_vocab=vocab_size, slices=[])
-    texts = {token["id"] for token in added if not token["special"]}
+    texts: set[int] = {token["id"] for token in added if not token["special"]}
     make = partial(LLTokenizer, TokenizerWrapper(_Tokens(plain, texts)), n_vocab=vocab_size)
     return make(eos_token=[*eos_ids]) if eos_ids else make()
 
