@@ -7,26 +7,23 @@ meet is the client's error (400) and never a worker's.
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 from llguidance import LLMatcher
 
-from router.errors import ApiError, invalid, unsupported
+from router.errors import invalid, unsupported
 from router.text.bounded import Bounds, TooLarge, bounded, grammar_of
 from router.text.ebnf import Bad, lark_of
 from router.text.exact import Unkept, exact_part
 from router.text.forms.form import ID
 from router.text.forms.schema import Schema, at
 from router.text.keywords import kept
-from router.text.trial import Trials
-from worker.config.checkpoint.grammar_tokens import grammar_tokenizer
-from worker.config.checkpoint.tokens import read_tokens
+from router.text.trial import Trials, Verdict
 from worker.errors import contained
 
 MAX_GRAMMAR_CHARS = 1 << 18
+NOTHING = json.dumps({"grammars": [{"lark_grammar": 'start: ""'}]})
 ANY = "(?s:.*)"  # text, as a pattern
 # Texts and patterns of a lark grammar, or what it names.
 NAMED = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(<[^<>\s]+>)')
@@ -181,26 +178,21 @@ def between(
 
 
 class Validator:
-    """Says whether a model can follow a grammar; loads the tokenizer for the first one."""
+    """Says whether a model can follow a grammar; only who tries reads the tokenizer."""
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
-        self._tokenizer = cache(lambda: grammar_tokenizer(read_tokens(directory).file, vocab_size))
         self._trials = Trials(directory, vocab_size)
 
     def require(self, param: str) -> None:
         """Raise an ApiError, 400, if llguidance cannot use this model's tokenizer."""
-        try:
-            self._tokenizer()
-        except (OSError, ValueError) as error:
-            raise unsupported(f"{param}: no grammars for this model: {error}", param) from error
+        verdict = self._verdict(NOTHING)
+        if not verdict.is_usable:
+            raise unsupported(f"{param}: no grammars for this model: {verdict.error}", param)
 
     @property
     def is_usable(self) -> bool:
         """Whether `require` raises nothing."""
-        with suppress(ApiError):
-            self.require("")
-            return True
-        return False
+        return self._verdict(NOTHING).is_usable
 
     def check(self, grammar: str, param: str) -> tuple[str, ...]:
         """llguidance's warnings of what it does not keep to.
@@ -209,17 +201,16 @@ class Validator:
         """
         if len(grammar) > MAX_GRAMMAR_CHARS:
             raise invalid(f"{param}: longer than {MAX_GRAMMAR_CHARS} characters", param)
-        with contained("llguidance"):
-            error, warnings = self._trials.verdict(grammar)
-        if error:
-            raise invalid(f"{param}: {error[:1000]}", param)
-        return warnings
+        verdict = self._verdict(grammar)
+        if verdict.error:
+            raise invalid(f"{param}: {verdict.error[:1000]}", param)
+        return verdict.warnings
 
     def tried(self, schema: Schema) -> str:
         """Why llguidance cannot read a schema, if it cannot; also that it costs too much."""
-        try:
-            self._tokenizer()
-        except (OSError, ValueError):
-            return ""  # `require` says so
+        verdict = self._verdict(grammar_of(schema))
+        return verdict.error if verdict.is_usable else ""  # `require` says so
+
+    def _verdict(self, grammar: str) -> Verdict:
         with contained("llguidance"):
-            return self._trials.verdict(grammar_of(schema)).error
+            return self._trials.verdict(grammar)

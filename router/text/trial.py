@@ -42,6 +42,7 @@ class Verdict(NamedTuple):
 
     error: str  # why no model can follow it, or ""
     warnings: tuple[str, ...] = ()  # what of its schemas is not kept to
+    is_usable: bool = True  # the model's tokenizer; if not, `error` says why
 
 
 class Trials:
@@ -77,8 +78,12 @@ class Trials:
             self._free.put(process)
         if "failed" in answer:
             raise RuntimeError(answer["failed"])
+        usable = answer.get("is_usable", True)
+        known = Verdict(answer["error"], tuple(answer.get("warnings", ())), usable)
+        if not usable:
+            return known
         with self._lock:
-            known = self._known[key] = Verdict(answer["error"], tuple(answer.get("warnings", ())))
+            self._known[key] = known
             if len(self._known) > MAX_KNOWN:
                 del self._known[next(iter(self._known))]
         return known
@@ -129,7 +134,11 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 def main() -> None:
     """The process itself: the model, size of its vocabulary, and its limits for one grammar."""
     directory, vocab_size, cpu_s, memory_bytes = sys.argv[1], *map(int, sys.argv[2:])
-    tokenizer = grammar_tokenizer(read_tokens(Path(directory)).file, vocab_size)
+    made: LLTokenizer | Exception
+    try:
+        made = grammar_tokenizer(read_tokens(Path(directory)).file, vocab_size)
+    except (OSError, ValueError) as error:
+        made = error
     _limit(resource.RLIMIT_CORE, 0)
     _tell({})
     used = _data_bytes()
@@ -138,10 +147,11 @@ def main() -> None:
             _limit(resource.RLIMIT_DATA, used + memory_bytes)
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + cpu_s)
         try:
-            answer: dict[str, Any] = _verdict(json.loads(line), tokenizer)._asdict()
+            answer: dict[str, Any] = _verdict(json.loads(line), made)._asdict()
         except BaseException as error:  # a panic of a library in Rust is no `Exception`
             answer = {"error": REFUSED} if CUT in str(error) else {"failed": repr(error)}
-        _tell(answer | {"is_worn": _data_bytes() > used + memory_bytes // 2})
+        is_worn = isinstance(made, OSError) or _data_bytes() > used + memory_bytes // 2
+        _tell(answer | {"is_worn": is_worn})
 
 
 def _limit(kind: int, most: int) -> None:
@@ -163,7 +173,9 @@ def _data_bytes() -> int:
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData"))
 
 
-def _verdict(grammar: str, tokenizer: LLTokenizer) -> Verdict:
+def _verdict(grammar: str, tokenizer: LLTokenizer | Exception) -> Verdict:
+    if isinstance(tokenizer, Exception):
+        return Verdict(str(tokenizer), is_usable=False)
     failed, words = LLMatcher.validate_grammar_with_warnings(
         grammar, tokenizer, limits=GRAMMAR_LIMITS
     )

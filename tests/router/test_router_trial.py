@@ -3,16 +3,19 @@
 import functools
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLParserLimits
 
+from router.errors import ApiError
 from router.text import trial
 from router.text.bounded import Bounds
-from router.text.grammar import composed, schema_part
+from router.text.grammar import Validator, composed, schema_part
 from router.text.trial import TOO_MUCH, Trials, _Process
 from tests.support.prompts import TINY, VOCAB, ll_tokenizer
+from tests.support.tokenizer_kinds import made
 from worker.errors import Busy
 
 SLOW = {"type": "integer", "multipleOf": 999983}
@@ -100,6 +103,18 @@ def test_a_dead_process_is_replaced_and_a_failure_is_not_kept(
         with pytest.raises(RuntimeError, match="Panic"):
             tried.verdict(grammar({"type": "boolean"}))
     assert tried.verdict(grammar({"type": "boolean"})).error == ""
+
+
+def test_a_tokenizer_that_llguidance_cannot_use_is_told_and_asked_for_again(tmp_path: Path) -> None:
+    validator = Validator(tmp_path, VOCAB)
+    with pytest.raises(ApiError, match=r"x: no grammars for this model: .*No such file"):
+        validator.require("x")
+    file = tmp_path / "tokenizer.json"
+    file.write_text(made("words")[0].to_str())
+    assert not validator.is_usable
+    assert validator.tried(GOOD) == ""
+    with pytest.raises(ApiError, match=r"x: no grammars for this model: .*decoder"):
+        validator.require("x")
 
 
 def test_when_all_processes_are_busy_a_client_is_told_to_come_back(
