@@ -60,8 +60,9 @@ class GlooBeside(GlooCollective):
     """Stands for NcclCollective."""
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, init_method: str, store: Any
+        self, rank: int, size: int, device: torch.device, init_method: str, meeting: Any
     ) -> None:
+        del meeting
         super().__init__(rank, size, "cpu", f"{init_method}-beside")
 
 
@@ -72,7 +73,7 @@ def collective_of(rank: int, size: int, folder: str) -> CustomCollective:
     changed.PeerRegions, changed.NcclCollective = FileRegions, GlooBeside
     changed.PeerLayout = lambda world: PeerLayout(world, 256 * KIB)
     changed.pinned_zeros = lambda count: torch.zeros(count, dtype=torch.int64)
-    changed.synchronize = lambda device: None
+    changed.synchronize, changed.is_idle = lambda device: None, lambda device: True
     access_by_interpreter(all_reduce_triton)
     return CustomCollective(rank, size, torch.device("cpu"), f"file://{folder}/rendezvous")
 

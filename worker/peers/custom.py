@@ -26,7 +26,7 @@ from worker.peers.peer_layout import (
     PeerLayout,
     PeerMemory,
 )
-from worker.peers.rank_group import TIMEOUT_S, exchange, open_store
+from worker.peers.rank_group import TIMEOUT_S, Meeting
 
 log = logging.getLogger("kvlane.comm")
 
@@ -35,6 +35,7 @@ CLOSE_S = 2.0  # for peers to be done with this rank's memory
 ONE_SHOT, TWO_SHOT, NCCL = "one_shot", "two_shot", "nccl"
 MEASURED_BYTES = tuple(1 << power for power in range(13, 27))  # 8 KiB to 64 MiB
 MEASURED_CALLS, MEASURED_REPLAYS = 40, 5
+TABLE_BYTES = 1024  # of a table as JSON, spaces after it
 
 # Rows (most bytes of a message, algorithm), in order; beyond the last one it is NCCL.
 Table = Sequence[tuple[int, str]]
@@ -48,6 +49,11 @@ def pinned_zeros(count: int) -> Tensor:
 def synchronize(device: torch.device) -> None:
     """Wait for all that the device has been given."""
     torch.cuda.synchronize(device)
+
+
+def is_idle(device: torch.device) -> bool:
+    """Whether it has done all that the current stream was given."""
+    return torch.cuda.current_stream(device).query()
 
 
 class CustomCollective(Collective):
@@ -69,21 +75,22 @@ class CustomCollective(Collective):
         if not 2 <= size <= MAX_SIZE:
             raise Unsupported(f"collective 'custom' is for 2 to {MAX_SIZE} ranks, not {size}")
         self.rank, self.size = rank, size
-        self._store = open_store("custom", rank, size, init_method)
+        meeting = Meeting("custom", rank, size, init_method)
         self.device = torch.device(device)
-        self._nccl = NcclCollective(rank, size, self.device, init_method, self._store)
+        self._nccl = NcclCollective(rank, size, self.device, init_method, meeting)
         layout = PeerLayout(size)
         try:
-            self._regions = PeerRegions(rank, size, layout, self.device, self._store)
+            self._regions = PeerRegions(rank, size, layout, self.device, meeting.store)
         except (WorldError, Unsupported):
             self._nccl.close()
             raise
+        meeting.part()
         self._control = pinned_zeros(CONTROL_WORDS)
         self.set_timeout(TIMEOUT_S)
         control = self._control.data_ptr()
         self.memory = PeerMemory(rank, layout, tuple(self._regions.addresses), control)
         self.table = default_table(size)
-        self._next_buffer = self._num_calibrations = 0
+        self._next_buffer = 0
         self._closed = False
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -155,22 +162,21 @@ class CustomCollective(Collective):
     def _part(self) -> None:
         """Wait until no peer has calls in flight that touch this rank's memory, or for CLOSE_S."""
         try:
-            self._store.set(f"closed/{self.rank}", "")
-            keys = [f"closed/{rank}" for rank in range(self.size)]
+            self._nccl.all_reduce(torch.zeros(1, device=self.device))  # ends when all are here
             until = time.monotonic() + CLOSE_S
-            while not self._store.check(keys) and time.monotonic() < until:
+            while not is_idle(self.device) and time.monotonic() < until:
                 time.sleep(0.01)
-        except RuntimeError as e:
-            log.info("the store of rank %d's group is gone: %s", self.rank, e)
+        except WorldError as e:
+            log.info("rank %d does not wait for its peers: %s", self.rank, e)
 
     def calibrate(self) -> None:
         """Rank 0's figures hold for all; PeerLost if a rank did not come in time."""
         times = measure(self.all_reduce_by, self.buffer, self.memory.layout)
         self.check()
-        self._num_calibrations += 1
-        key = f"table {self._num_calibrations}"
-        tables = exchange(self._store, key, self.rank, self.size, json.dumps(table_of(times)))
-        self.table = tuple((limit, name) for limit, name in json.loads(tables[0]))
+        said = bytearray(json.dumps(table_of(times)).encode().ljust(TABLE_BYTES))
+        mine = torch.frombuffer(said, dtype=torch.uint8).to(self.device)
+        told = self._nccl.all_gather(mine[None], dim=0)[0].tolist()
+        self.table = tuple((limit, name) for limit, name in json.loads(bytes(told)))
         rows = ", ".join(f"{name} to {limit >> 10} KiB" for limit, name in self.table)
         log.info("all-reduce of %d ranks: %s, then %s", self.size, rows, NCCL)
 
