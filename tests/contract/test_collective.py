@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ from worker.ops.norms import add_rms_norm
 from worker.peers.base import COLLECTIVES
 from worker.peers.deaf import listening
 from worker.peers.nccl import NcclCollective
-from worker.peers.rank_group import RankGroup
+from worker.peers.rank_group import Meeting, RankGroup, exchange
 from worker.peers.rendezvous import free_rendezvous, own_address
 from worker.registry import resolve
 
@@ -143,6 +145,39 @@ def meet_and_part(rank: int, address: str) -> None:
 
 def test_a_store_ends_when_the_ranks_have_met() -> None:
     run_ranks(meet_and_part, free_rendezvous("127.0.0.1"), num_ranks=2)
+
+
+STRANGER = """
+import socket, sys
+with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as connection:
+    print("connected", flush=True)
+    try:
+        print(connection.recv(1))
+    except ConnectionError:
+        print(b"")
+"""
+
+
+def keep_a_store(rank: int, address: str) -> None:
+    """A stranger that came before the ranks met is cut off, and one that comes later unheard."""
+    port = str(urlsplit(address).port)
+    meeting = Meeting("test", rank, 2, address)
+    program = [sys.executable, "-c", STRANGER, port]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as stranger:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "connected\n"
+        exchange(meeting.store, "here", rank, 2, "")
+        meeting.part(stays=True)
+        assert exchange(meeting.store, "still", rank, 2, str(rank)) == [b"0", b"1"]
+        assert stranger.stdout.readline() == "b''\n"
+    exchange(meeting.store, "cut", rank, 2, "")
+    with pytest.raises(TimeoutError):
+        socket.create_connection(("127.0.0.1", int(port)), 0.3)
+    meeting.part()
+
+
+def test_a_store_that_stays_hears_its_ranks_alone() -> None:
+    run_ranks(keep_a_store, free_rendezvous("127.0.0.1"), num_ranks=2)
 
 
 def test_a_rendezvous_that_is_taken_is_a_typed_error() -> None:

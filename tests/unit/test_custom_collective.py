@@ -73,7 +73,7 @@ def collective_of(rank: int, size: int, folder: str) -> CustomCollective:
     changed.PeerRegions, changed.NcclCollective = FileRegions, GlooBeside
     changed.PeerLayout = lambda world: PeerLayout(world, 256 * KIB)
     changed.pinned_zeros = lambda count: torch.zeros(count, dtype=torch.int64)
-    changed.synchronize, changed.is_idle = lambda device: None, lambda device: True
+    changed.synchronize = lambda device: None
     access_by_interpreter(all_reduce_triton)
     return CustomCollective(rank, size, torch.device("cpu"), f"file://{folder}/rendezvous")
 

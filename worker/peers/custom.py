@@ -26,7 +26,7 @@ from worker.peers.peer_layout import (
     PeerLayout,
     PeerMemory,
 )
-from worker.peers.rank_group import TIMEOUT_S, Meeting
+from worker.peers.rank_group import TIMEOUT_S, Meeting, exchange
 
 log = logging.getLogger("kvlane.comm")
 
@@ -35,7 +35,6 @@ CLOSE_S = 2.0  # for peers to be done with this rank's memory
 ONE_SHOT, TWO_SHOT, NCCL = "one_shot", "two_shot", "nccl"
 MEASURED_BYTES = tuple(1 << power for power in range(13, 27))  # 8 KiB to 64 MiB
 MEASURED_CALLS, MEASURED_REPLAYS = 40, 5
-TABLE_BYTES = 1024  # of a table as JSON, spaces after it
 
 # Rows (most bytes of a message, algorithm), in order; beyond the last one it is NCCL.
 Table = Sequence[tuple[int, str]]
@@ -49,11 +48,6 @@ def pinned_zeros(count: int) -> Tensor:
 def synchronize(device: torch.device) -> None:
     """Wait for all that the device has been given."""
     torch.cuda.synchronize(device)
-
-
-def is_idle(device: torch.device) -> bool:
-    """Whether it has done all that the current stream was given."""
-    return torch.cuda.current_stream(device).query()
 
 
 class CustomCollective(Collective):
@@ -76,21 +70,20 @@ class CustomCollective(Collective):
             raise Unsupported(f"collective 'custom' is for 2 to {MAX_SIZE} ranks, not {size}")
         self.rank, self.size = rank, size
         meeting = Meeting("custom", rank, size, init_method)
-        self.device = torch.device(device)
+        self.device, self._store = torch.device(device), meeting.store
         self._nccl = NcclCollective(rank, size, self.device, init_method, meeting)
         layout = PeerLayout(size)
         try:
-            self._regions = PeerRegions(rank, size, layout, self.device, meeting.store)
+            self._regions = PeerRegions(rank, size, layout, self.device, self._store)
         except (WorldError, Unsupported):
             self._nccl.close()
             raise
-        meeting.part()
         self._control = pinned_zeros(CONTROL_WORDS)
         self.set_timeout(TIMEOUT_S)
         control = self._control.data_ptr()
         self.memory = PeerMemory(rank, layout, tuple(self._regions.addresses), control)
         self.table = default_table(size)
-        self._next_buffer = 0
+        self._next_buffer = self._num_calibrations = 0
         self._closed = False
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -162,21 +155,22 @@ class CustomCollective(Collective):
     def _part(self) -> None:
         """Wait until no peer has calls in flight that touch this rank's memory, or for CLOSE_S."""
         try:
-            self._nccl.all_reduce(torch.zeros(1, device=self.device))  # ends when all are here
+            self._store.set(f"closed/{self.rank}", "")
+            keys = [f"closed/{rank}" for rank in range(self.size)]
             until = time.monotonic() + CLOSE_S
-            while not is_idle(self.device) and time.monotonic() < until:
+            while not self._store.check(keys) and time.monotonic() < until:
                 time.sleep(0.01)
-        except WorldError as e:
-            log.info("rank %d does not wait for its peers: %s", self.rank, e)
+        except RuntimeError as e:
+            log.info("the store of rank %d's group is gone: %s", self.rank, e)
 
     def calibrate(self) -> None:
         """Rank 0's figures hold for all; PeerLost if a rank did not come in time."""
         times = measure(self.all_reduce_by, self.buffer, self.memory.layout)
         self.check()
-        said = bytearray(json.dumps(table_of(times)).encode().ljust(TABLE_BYTES))
-        mine = torch.frombuffer(said, dtype=torch.uint8).to(self.device)
-        told = self._nccl.all_gather(mine[None], dim=0)[0].tolist()
-        self.table = tuple((limit, name) for limit, name in json.loads(bytes(told)))
+        self._num_calibrations += 1
+        key = f"table {self._num_calibrations}"
+        tables = exchange(self._store, key, self.rank, self.size, json.dumps(table_of(times)))
+        self.table = tuple((limit, name) for limit, name in json.loads(tables[0]))
         rows = ", ".join(f"{name} to {limit >> 10} KiB" for limit, name in self.table)
         log.info("all-reduce of %d ranks: %s, then %s", self.size, rows, NCCL)
 

@@ -9,7 +9,8 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from ipaddress import ip_address
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ SO_ATTACH_FILTER = 26  # Linux
 LOAD_WORD, LOAD_HALF, LOAD_BYTE, AND, EQUALS, RETURN = 0x20, 0x28, 0x30, 0x54, 0x15, 0x06
 NETWORK, WHOLE, VERSION, SENDER = 0xFFF00000, 0xFFFFFFFF, 0xF0, {4: 12, 6: 8}
 MAX_HEARD = 64
+MAPPED = "::ffff:"  # before an IPv4 address, of a socket for both
 _LOCK = threading.Lock()  # of two that are made at a time nobody would know which listener is whose
 
 
@@ -46,6 +48,17 @@ def deafen(listener: int, but: Iterable[tuple[str, int]] = ()) -> None:
     with socket.socket(fileno=os.dup(listener)) as own:
         of = struct.pack("HP", len(program) // 8, ctypes.addressof(kept))
         own.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, of)
+
+
+def hear_only(port: int, places: Collection[tuple[str, int]]) -> None:
+    """Deafen this process's listener at a port, and cut its connections that are of nobody here."""
+    at_port = [one for one in psutil.Process().net_connections("tcp") if one.laddr.port == port]
+    for one in sorted(at_port, key=lambda one: bool(one.raddr)):  # the listener first
+        if not one.raddr:
+            deafen(one.fd)
+        elif (one.raddr.ip.removeprefix(MAPPED), one.raddr.port) not in places:
+            with socket.socket(fileno=os.dup(one.fd)) as own, suppress(OSError):
+                own.shutdown(socket.SHUT_RDWR)
 
 
 def _hears(host: str, port: int) -> bytes:

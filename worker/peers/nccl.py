@@ -48,12 +48,12 @@ class NcclCollective(GroupCollective):
             raise UserError(f"collective 'nccl' is for GPUs and needs NCCL, not for {device}")
         os.environ.update(ENVIRONMENT)
         self.rank, self.size = rank, size
-        met = meeting or Meeting("nccl", rank, size, init_method)
+        self._meeting = meeting or Meeting("nccl", rank, size, init_method)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=TIMEOUT_S)
         self._group: Any = None
         try:
-            prefixed = c10d.PrefixStore("nccl", met.store)
+            prefixed = c10d.PrefixStore("nccl", self._meeting.store)
             self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
             # The communicator has to be there before a capture begins.
             with torch.cuda.device(self.device):
@@ -62,8 +62,7 @@ class NcclCollective(GroupCollective):
         except RuntimeError as e:
             raise PeerLost(f"nccl rank {rank} of {size}: no group: {e}") from e
         self.check()
-        if meeting is None:
-            met.part()
+        self._meeting.part(stays=True)  # torch's watchdog asks it now and then
 
     def all_reduce(self, x: Tensor) -> Tensor:
         options = c10d.AllreduceOptions()

@@ -4,16 +4,19 @@ Sizes of pools, digests of weights, addresses: a rank that decided them by itsel
 enter other collectives than its peers, and all of them would wait for ever.
 """
 
+import json
 import socket
 from datetime import timedelta
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from worker.errors import PeerLost
+from worker.peers.deaf import MAPPED, hear_only
 
 TIMEOUT_S = 60.0  # of a collective's rendezvous and of a call: a peer this late is gone
 # Ranks load weights and capture graphs between two calls of a RankGroup. The control plane notices
@@ -33,13 +36,14 @@ class Meeting:
         self, name: str, rank: int, size: int, address: str, timeout_s: float = TIMEOUT_S
     ) -> None:
         self.me = f"{name} rank {rank} of {size}"
-        self._rank, self._size, self._server = rank, size, None
         limit, parts = timedelta(seconds=timeout_s), urlsplit(address)
+        self._rank, self._size, self._server = rank, size, None
+        self._port = parts.port or 0
         try:
             if parts.scheme != "tcp":
                 self.store: Any = next(iter(rendezvous(address, rank, size, timeout=limit)))[0]
                 return
-            place = parts.hostname or "", parts.port or 0
+            place = parts.hostname or "", self._port
             make = partial(TCPStore, *place, size, timeout=limit, wait_for_workers=False)
             if rank == 0:
                 family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
@@ -49,17 +53,24 @@ class Meeting:
         except (OSError, RuntimeError) as e:
             raise PeerLost(f"{self.me}: nobody at {address}: {e}") from e
 
-    def part(self) -> None:
-        """Ask the store nothing more; rank 0 ends it once all ranks have parted, or PeerLost."""
+    def part(self, *, stays: bool = False) -> None:
+        """Ask the store nothing more; rank 0 ends it once all ranks have parted, or PeerLost.
+
+        stays: ranks go on with it; all others are cut off, and nobody is heard who comes later.
+        """
+        sockets = psutil.Process().net_connections("tcp")
+        ours = [one.laddr for one in sockets if one.raddr and one.raddr.port == self._port]
+        known: list[list[Any]] = []
         try:
-            self.store.set(f"parted/{self._rank}", "")
-            if self._server is not None:
-                for peer in range(self._size):
-                    self.store.get(f"parted/{peer}")
+            self.store.set(f"parted/{self._rank}", json.dumps(ours))
+            for peer in range(self._size) if self._server is not None else ():
+                known += json.loads(self.store.get(f"parted/{peer}"))
         except RuntimeError as e:
             raise PeerLost(f"{self.me}: a peer did not part: {e}") from e
-        finally:
+        if not stays:
             self._server = self.store = None
+        elif self._server is not None:
+            hear_only(self._port, {(host.removeprefix(MAPPED), port) for host, port in known})
 
 
 def exchange(store: Any, name: str, rank: int, size: int, value: str | bytes) -> list[bytes]:
