@@ -106,7 +106,7 @@ DOORS = {
         "torch's TCPStore, where ranks meet",
         Asks.NOTHING,
         "change where ranks find one another, and with which keys, and fill its memory, while "
-        "they start; it ends when they have",
+        "they start; then it ends, or hears them alone (NCCL's)",
     ),
     "ranks": Door(
         "ranks of a worker of several",

@@ -161,7 +161,7 @@ with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as connection:
 def keep_a_store(rank: int, address: str) -> None:
     """A stranger that came before the ranks met is cut off, and one that comes later unheard."""
     port = str(urlsplit(address).port)
-    meeting = Meeting("test", rank, 2, address)
+    meeting = Meeting(rank, 2, address)
     program = [sys.executable, "-c", STRANGER, port]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as stranger:
         assert stranger.stdout is not None

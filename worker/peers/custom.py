@@ -69,7 +69,7 @@ class CustomCollective(Collective):
         if not 2 <= size <= MAX_SIZE:
             raise Unsupported(f"collective 'custom' is for 2 to {MAX_SIZE} ranks, not {size}")
         self.rank, self.size = rank, size
-        meeting = Meeting("custom", rank, size, init_method)
+        meeting = Meeting(rank, size, init_method)
         self.device, self._store = torch.device(device), meeting.store
         self._nccl = NcclCollective(rank, size, self.device, init_method, meeting)
         layout = PeerLayout(size)

@@ -30,11 +30,11 @@ class GlooCollective(GroupCollective):
         address = own_address(init_method)
         device, listener = with_listener(lambda: gloo.create_device(address, lazy_init=False))
         options._devices = [device]
-        meeting = Meeting("gloo", rank, size, init_method)
+        meeting = Meeting(rank, size, init_method)
         try:
             self._group: Any = gloo(meeting.store, rank, size, options)
         except RuntimeError as e:
-            raise PeerLost(f"{meeting.me}: no group at {init_method}: {e}") from e
+            raise PeerLost(f"gloo rank {rank} of {size}: no group at {init_method}: {e}") from e
         meeting.part()
         if listener is not None:
             deafen(listener)  # all ranks are connected

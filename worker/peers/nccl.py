@@ -48,7 +48,7 @@ class NcclCollective(GroupCollective):
             raise UserError(f"collective 'nccl' is for GPUs and needs NCCL, not for {device}")
         os.environ.update(ENVIRONMENT)
         self.rank, self.size = rank, size
-        self._meeting = meeting or Meeting("nccl", rank, size, init_method)
+        self._meeting = meeting or Meeting(rank, size, init_method)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=TIMEOUT_S)
         self._group: Any = None

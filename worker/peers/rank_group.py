@@ -32,10 +32,8 @@ class Meeting:
     0 does not listen in time, or the port is taken.
     """
 
-    def __init__(
-        self, name: str, rank: int, size: int, address: str, timeout_s: float = TIMEOUT_S
-    ) -> None:
-        self.me = f"{name} rank {rank} of {size}"
+    def __init__(self, rank: int, size: int, address: str, timeout_s: float = TIMEOUT_S) -> None:
+        self._me = f"rank {rank} of {size}"
         limit, parts = timedelta(seconds=timeout_s), urlsplit(address)
         self._rank, self._size, self._server = rank, size, None
         self._port = parts.port or 0
@@ -51,7 +49,7 @@ class Meeting:
                 self._server = make(is_master=True, master_listen_fd=listener)
             self.store = make()
         except (OSError, RuntimeError) as e:
-            raise PeerLost(f"{self.me}: nobody at {address}: {e}") from e
+            raise PeerLost(f"{self._me}: nobody at {address}: {e}") from e
 
     def part(self, *, stays: bool = False) -> None:
         """Ask the store nothing more; rank 0 ends it once all ranks have parted, or PeerLost.
@@ -66,7 +64,7 @@ class Meeting:
             for peer in range(self._size) if self._server is not None else ():
                 known += json.loads(self.store.get(f"parted/{peer}"))
         except RuntimeError as e:
-            raise PeerLost(f"{self.me}: a peer did not part: {e}") from e
+            raise PeerLost(f"{self._me}: a peer did not part: {e}") from e
         if not stays:
             self._server = self.store = None
         elif self._server is not None:
@@ -100,7 +98,7 @@ class RankGroup:
         self._meeting: Meeting | None = None
         self._num_calls = 0
         if size > 1:
-            self._meeting = Meeting("worker's", rank, size, rendezvous, START_TIMEOUT_S)
+            self._meeting = Meeting(rank, size, rendezvous, START_TIMEOUT_S)
 
     def gather(self, value: bytes) -> list[bytes]:
         """Every rank's `value`, in rank order; blocks. PeerLost: one is late, or rank 0 is gone."""

@@ -179,7 +179,8 @@ class Engines:
                 f"mooncake does not start over {self._kind}: its log lines on stderr say why "
                 "(no card or link of that kind, or no free port)"
             )
-        if [port_of(fd) for fd in listeners][:1] != [raw.get_rpc_port()]:
+        known = [port_of(fd) for fd in listeners]
+        if known[:1] != [raw.get_rpc_port()] or len(known) != 1 + (self._kind == "tcp"):
             raise Unsupported("mooncake listens in a way that cannot be guarded")
         addresses = [region.address for region in self._regions]
         sizes = [region.num_bytes for region in self._regions]

@@ -101,12 +101,13 @@ class Relay:
                 with self._kept(reached(self._endpoint, which)) as theirs:
                     if which == HANDSHAKE:
                         self._converse(ours, theirs)
-                    other = _start(_move, theirs, ours)
-                    _move(ours, theirs)
-                    other.join()
+                    else:
+                        other = _start(_move, theirs, ours)
+                        _move(ours, theirs)
+                        other.join()
 
     def _converse(self, ours: socket.socket, theirs: socket.socket) -> None:
-        """Questions of ours, each with its answer, until one of both goes: ConnectionError."""
+        """Questions of ours and their answers, until one of both goes: ConnectionError."""
         while True:
             theirs.sendall(_message(ours))
             ours.sendall(self._told(_message(theirs, time.monotonic() + ANSWER_S)))
@@ -213,7 +214,7 @@ def port_of(fd: int) -> int:
 def is_own(connection: socket.socket) -> bool:
     """Whether its other end is of this process, too."""
     here, there = connection.getsockname(), connection.getpeername()
-    return any(not listens(each) and each.getpeername() == here for each in sockets_at(there[1]))
+    return any(not listens(one) and one.getpeername() == here for one in sockets_at(there[1]))
 
 
 def sockets_at(port: int) -> Iterator[socket.socket]:

@@ -23,7 +23,8 @@ SYMBOLS, STRINGS = 6, 5  # tags of its dynamic section
 RELOCATIONS = ((23, 2), (7, 8))  # tags of tables of slots and of their sizes
 READ_WRITE = 3
 PAGE = 4096
-OURS = re.compile(r"^(\w+)-\w+ \S+ 0{8} \S+ \S+ +(\S*mooncake\S*\.so\S*)$", re.MULTILINE)
+# A library of its package, or of those that a wheel brings beside it: where it begins, its path.
+MAPPED = re.compile(r"^(\w+)-\w+ \S+ 0{8} .*?(/.*/mooncake(?:_\w+\.libs)?/[^/\n]+)$", re.MULTILINE)
 
 _opened: list[int] = []  # descriptors that listen since the last call of `opening`
 
@@ -48,7 +49,7 @@ def _divert() -> None:
     """Once mooncake is imported. Raises Unsupported if it calls in a way that is not known."""
     slots = [
         int(begin, 16) + offset
-        for begin, path in OURS.findall(Path("/proc/self/maps").read_text())
+        for begin, path in MAPPED.findall(Path("/proc/self/maps").read_text())
         for offset in _slots(Path(path).read_bytes(), b"listen\0")
     ]
     for slot in slots:
