@@ -17,7 +17,6 @@ class Asks(StrEnum):
     TOKEN = "Ray's token"
     SECRET = "the secret of its endpoint"
     NOBODY = "nobody: it takes no connection"
-    ITSELF = "its own process: all others are cut off"
 
 
 class Reach(StrEnum):
@@ -97,9 +96,6 @@ DOORS = {
         "KV over sockets, or who may connect to mooncake",
         Asks.SECRET,
         "read all KV: others' prompts and answers; write nothing, but over mooncake",
-    ),
-    "relay": Door(
-        WORKERS, "the way to a peer's mooncake, at 127.0.0.1", Asks.ITSELF, "as at that mooncake"
     ),
     "store": Door(
         "rank 0 of a worker of several",

@@ -154,7 +154,7 @@ class Walk:
         if host in EVERYWHERE:
             return ["mooncake" * (by_mooncake and port in MOONCAKE_PORTS)]
         is_kv, is_rank = transport in ("sockets", "mixed", "mooncake"), not is_first
-        return ["kv" * is_kv, "relay" * by_mooncake, "ranks" * has_ranks, "wire" * is_rank]
+        return ["kv" * is_kv, "ranks" * has_ranks, "wire" * is_rank]
 
     def _asked(self, has_token: bool) -> dict[Asks, str]:
         """How ports ask that may, by the settings."""
@@ -164,7 +164,6 @@ class Walk:
             Asks.CURVE: self.config.transport.authentication == "curve",
             Asks.TOKEN: has_token,
             Asks.SECRET: True,  # of a port that is there
-            Asks.ITSELF: True,
             **({Asks.NOBODY: True} if devices == {"cpu"} else {}),  # ranks have gloo, and have met
         }
         return {ask: ask if asks else Asks.NOTHING for ask, asks in known.items()}

@@ -503,7 +503,7 @@ class TestMooncake:
     def test_the_engine_of_a_closed_peer_goes_and_no_other(self, reader: Reader) -> None:
         wait_until_only(before := listening())
         source, peer = reader.reach(20)
-        assert len(listening() - before) == 3, "of a handshake, and two of the relay"
+        assert len(listening() - before) == 1
         source.kill()
         peer.close()
         wait_until_only(before)
@@ -513,7 +513,7 @@ class TestMooncake:
     def test_no_byte_of_a_stranger_reaches_an_engine(self, reader: Reader) -> None:
         """Counted at its listeners: the kernel drops what would begin a connection."""
         source, peer = reader.reach(21)
-        ours, theirs = os.getpid(), source.process.pid
+        ours, theirs = os.getpid(), int(source.process.pid or 0)
         places = {pid: listeners_of(pid) for pid in (ours, theirs)}
         engines = {pid: {p for h, p in found if h in EVERYWHERE} for pid, found in places.items()}
         assert {pid: len(ports) for pid, ports in engines.items()} == {ours: 6, theirs: 2}
@@ -523,7 +523,7 @@ class TestMooncake:
                 heard = said[port]
                 if host in EVERYWHERE:
                     assert heard is None, "no connection"
-                else:  # a gate says its challenge, a relay nothing
+                else:
                     assert heard in (0, len(GREETING) + NONCE_BYTES), (pid, host, port)
         for port in engines[ours]:
             (listener,) = [sock.dup() for sock in sockets_at(port) if listens(sock)]
@@ -537,7 +537,7 @@ class TestMooncake:
         source.kill()
         before = counts()
         for _ in range(20):
-            with pytest.raises(Unreachable, match=r"mooncake engine of .* did not answer"):
+            with pytest.raises(Unreachable, match="refuses"):
                 reader.connect(source)
         settle(before)
         assert not destroying()

@@ -2,7 +2,6 @@
 
 import re
 import socket
-import struct
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -28,8 +27,6 @@ CALLS = {
 }
 METRICS = re.compile(r"# HELP \w+ .+\n# TYPE \w+ \w+\n")
 BODY = {"model": "tiny", "prompt": "1", "max_tokens": 1}
-OFFER = struct.pack("<QB", 3, 1) + b"{}"  # mooncake's question for what an engine has
-
 Row = dict[str, Any]  # of `doctor --ports --json`
 
 
@@ -69,7 +66,7 @@ def _pings(address: str, to: str, with_keys: bool) -> bool:
             dealer.curve_serverkey, _ = zmq.curve_keypair()
         dealer.connect(f"tcp://{address}")
         dealer.send(_pack("s/1", to, (1, 1), encode(Ping("s/1"))))
-        return bool(dealer.poll(WAIT_S * 1000))
+        return bool(dealer.poll(int(WAIT_S * 1000)))
     finally:
         context.destroy(linger=0)
 
@@ -103,13 +100,6 @@ def _lists_jobs(address: str) -> bool:
     return httpx.get(f"http://{address}/api/jobs/", timeout=HANG_S).status_code == 200
 
 
-def _hears_an_offer(address: str) -> bool:
-    with suppress(OSError), socket.create_connection(_place(address), WAIT_S) as connection:
-        connection.sendall(OFFER)
-        return connection.recv(1) != b""
-    return False
-
-
 def _reads_a_byte(address: str) -> bool:
     """With a secret of our own."""
     with socket.create_connection(_place(address), HANG_S) as connection:
@@ -122,7 +112,7 @@ def _reads_a_byte(address: str) -> bool:
 
 
 def _meets_ranks(address: str) -> bool:
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     host, port = _place(address)
     store = TCPStore(host, port, is_master=False, wait_for_workers=False)
@@ -151,7 +141,6 @@ TRIES: dict[str, Callable[[str], bool]] = {
     "metrics": _sees_metrics_alone,
     "ray metrics": _sees_metrics_alone,
     "mooncake": _connects,
-    "relay": _hears_an_offer,
     "kv": _reads_a_byte,
     "store": _meets_ranks,
     "ranks": _connects,

@@ -99,8 +99,6 @@ def store(place: Place) -> Answer | None:
 def speaks(place: Place, kind: str) -> bool:
     """Whether what speaks there is of this kind of the table, as far as a greeting shows it."""
     match kind:
-        case "relay":
-            return connects(place) and overheard(place) is None
         case "store":
             return store(place) is not None
         case "mooncake" | "ranks":

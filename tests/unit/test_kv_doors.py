@@ -31,7 +31,7 @@ from worker.transfer.doors import (
     received,
 )
 from worker.transfer.memory import PORTION_BYTES, DirectLane, Lane, Piece, StagedLane
-from worker.transfer.mooncake_gate import Gate, reached
+from worker.transfer.mooncake_gate import ASK, TOLD, Gate
 from worker.transfer.sockets import dial, portions
 
 SECRET, HOST = b"s" * 32, "127.0.0.1"
@@ -249,19 +249,28 @@ def test_a_deaf_listener_hears_whom_it_is_to_hear(host: str, to: str) -> None:
 
 
 def test_a_gate_lets_in_whom_a_member_announces_for_as_long_as_it_does() -> None:
-    with socket.create_server(("0.0.0.0", 0)) as engine:
+    with socket.create_server(("0.0.0.0", 0)) as engine, socket.socket() as member:
         deafen(engine.fileno())
         gate = Gate(HOST, SECRET, [engine.fileno()])
         known = describe("mooncake", "tcp", f"{HOST}:{gate.port}", (), SECRET)
-        with reached(known, 0) as member, engine.accept()[0] as heard:
-            member.sendall(b"hello")
-            assert received(heard, 5) == b"hello"
-            here = (HOST, engine.getsockname()[1])
-            until(lambda: not gate._heard)
+        here = HOST, engine.getsockname()[1]
+        member.bind((HOST, 0))
+        with dialed(known) as said:
+            said.sendall(ASK.pack(here[1], member.getsockname()[1]))
+            assert TOLD.unpack(received(said, TOLD.size)) == (here[1], 0)
+            member.connect(here)
             with pytest.raises(TimeoutError):
                 socket.create_connection(here, 0.3)
-            with pytest.raises(Unreachable, match="refuses"):
-                reached(describe("mooncake", "tcp", known.name, (), b"x" * 32), 0)
-            with pytest.raises(Unreachable, match="does not let us in"):
-                reached(known, 7)  # a listener that is not there
+        until(lambda: not gate._heard)
+        with engine.accept()[0] as heard:
+            member.sendall(b"hello")
+            assert received(heard, 5) == b"hello"
+        with socket.socket() as late:
+            late.settimeout(0.3)
+            late.bind((HOST, 0))
+            with dialed(known) as said:
+                said.sendall(ASK.pack(1, late.getsockname()[1]))  # no listener of the engine's
+                assert received(said, TOLD.size)
+                with pytest.raises(TimeoutError):
+                    late.connect(here)
         gate.close()

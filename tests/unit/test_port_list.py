@@ -95,7 +95,7 @@ def test_a_rank_says_all_that_its_port_may_be() -> None:
     kinds = sorted((port.process, port.kind) for port in found)
     assert kinds == [
         ("decode-0", "unknown"), ("decode-0", "wire"),
-        ("decode-0.1", "kv or relay or ranks or wire"),
+        ("decode-0.1", "kv or ranks or wire"),
     ]  # fmt: skip
 
 

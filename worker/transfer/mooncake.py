@@ -29,7 +29,7 @@ from worker.transfer.base import (
     pieces,
 )
 from worker.transfer.mooncake_engine import Engine, Engines, configure, load
-from worker.transfer.mooncake_gate import Gate, Pass, Relay
+from worker.transfer.mooncake_gate import Gate, Way
 from worker.transfer.sockets import SECRET_BYTES
 
 # One read is at most this long. NVLink moves 256 MiB in 0.7 ms, less than POLL_BUDGET_S, and a
@@ -156,7 +156,7 @@ class MooncakePeer(OpenPeer):
         transport: "MooncakeTransport",
         endpoint: Endpoint,
         engine: Engine,
-        way: Relay | Pass,
+        way: Way,
     ) -> None:
         super().__init__(transport, endpoint)
         self.name, self._engine, self._kind = endpoint.name, engine, transport.kind
@@ -215,22 +215,16 @@ class MooncakeTransport(OpenTransport):
         return f"{self.engines.host}:{self._gate.port}", secret
 
     def _reach(self, endpoint: Endpoint, timeout_s: float) -> MooncakePeer:
-        """Probe, then read one byte, so that connections are open (see KVTransport.connect).
-
-        Over RDMA, where no relay of ours gives up, a peer that hangs keeps this for up to 60 s.
-        """
-        way = Pass(endpoint) if self.kind == "rdma" else Relay(endpoint)
-        patience = threading.Timer(timeout_s, way.close)
+        """Probe, then read one byte, so that connections are open (see KVTransport.connect)."""
+        way = Way(endpoint, timeout_s)
+        patience = threading.Timer(timeout_s, way.cut)
         patience.start()
         try:
             engine = self._engine_to(endpoint, way.name)
-            if isinstance(way, Pass):  # its engine asks ours who that is
-                deafen(engine.listeners[0], but=[(way.host, 0)])
-        except Unreachable:
-            way.close()
-            raise
         finally:
             patience.cancel()
+        if self.kind == "rdma":  # the peer's engine asks ours who that is
+            deafen(engine.listeners[0], but=[(way.host, 0)])
         return MooncakePeer(self, endpoint, engine, way)
 
     def _engine_to(self, endpoint: Endpoint, name: str) -> Engine:

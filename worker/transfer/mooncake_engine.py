@@ -30,9 +30,8 @@ from worker.errors import Unsupported
 from worker.peers.deaf import deafen
 from worker.transfer.base import Endpoint
 from worker.transfer.doors import cut
-from worker.transfer.mooncake_gate import listens, port_of, sockets_at
+from worker.transfer.mooncake_gate import is_connecting, listens, opening, port_of, sockets_at
 from worker.transfer.mooncake_libraries import explain
-from worker.transfer.mooncake_listen import opening
 
 log = logging.getLogger("kvlane.transfer")
 
@@ -56,7 +55,8 @@ PROTOCOL = {"tcp": "tcp", "rdma": "rdma", "nvlink": "nvlink_intra"}
 
 # How long a listener stays in an accept() that it began before its time-out was made short.
 ACCEPT_S = 1.1
-SHORT_TIMEOUT = struct.pack("ll", 0, 1000)  # struct timeval: 1 ms
+SHORT_S = 1e-3
+SHORT_TIMEOUT = struct.pack("ll", 0, 1000)  # struct timeval: SHORT_S
 
 GLOG_LEVEL = "_ZN3fLI17FLAGS_minloglevelE"  # fLI::FLAGS_minloglevel
 GLOG_ERROR, GLOG_FATAL = 2, 3
@@ -256,3 +256,5 @@ def let_listener_stop(port: int) -> None:
     for sock in sockets_at(port):
         if not listens(sock):
             cut(sock)
+    while is_connecting():  # the destructor, which holds the interpreter's lock, would wait for it
+        time.sleep(SHORT_S)

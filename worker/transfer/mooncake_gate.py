@@ -1,35 +1,41 @@
-"""Who reaches mooncake's engines: members, whose connections are announced at a door of ours.
+"""Who reaches mooncake's engines: members, who announce their connections at a door of ours.
 
-An engine's listeners are deaf (mooncake_listen). Who knows the secret of its endpoint announces an
-address and port, and is heard from there. What mooncake connects to lies with us: a `Relay` finds
-out that the connection is of our own process, announces one in its place, and moves the bytes on.
+What an engine listens on is deaf before it hears anybody. Who knows the secret of its endpoint says
+by which port it will come, and is heard from there: before mooncake connects to a peer of ours, it
+is said at that one's door.
 """
 
-import fcntl
-import json
+import ctypes
+import errno
 import os
+import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
+from functools import cache, partial
+from typing import TypeVar
 
 from worker.errors import Unreachable
-from worker.peers.deaf import deafen
+from worker.peers.deaf import MAPPED, deafen
 from worker.transfer.base import Endpoint
 from worker.transfer.doors import KVDoor, cut, received
 from worker.transfer.memory import Lane
+from worker.transfer.mooncake_calls import LIBC, divert
 from worker.transfer.sockets import dial
 
-LOCAL = "127.0.0.1"
-HANDSHAKE, DATA = range(2)  # listeners of an engine, in the order in which it opens them
-ASK, TOLD = struct.Struct("<BH"), struct.Struct("<H")
-LENGTH = struct.Struct("<Q")
-METADATA = 1  # first byte of the message that says where data is
-MAX_MESSAGE_BYTES = 128 << 20  # as mooncake
-ANSWER_S = 2.0  # for a peer's door, and for its engine
-PIPE_BYTES = 1 << 20
+Made = TypeVar("Made")
+Place = tuple[str, int]
+
+ASK = struct.Struct("<HH")  # a port that the other end listens at, and the one to come by
+TOLD = struct.Struct("<HH")  # ports of an engine, of handshakes and of data over TCP; 0: none
+ANSWER_S = 2.0  # for a door, and for a connection to stand
+
+_opened: list[int] = []  # descriptors that listen since the last call of `opening`
+_doors: dict[Place, Endpoint] = {}  # by what its engine listens at
+_connecting: set[int] = set()  # descriptors, in calls of ours
 
 
 class Gate(KVDoor):
@@ -40,169 +46,129 @@ class Gate(KVDoor):
 
     def __init__(self, host: str, secret: bytes, listeners: Sequence[int]) -> None:
         """Raises OSError if the address cannot be had."""
-        self._listeners = listeners
-        self._heard: dict[socket.socket, tuple[int, tuple[str, int]]] = {}
+        self._listeners = {port_of(fd): fd for fd in listeners}
+        self._heard: dict[socket.socket, tuple[int, Place]] = {}
         self._hearing = threading.Lock()
         super().__init__(host, secret, ())
 
     def _serve(self, connection: socket.socket, lane: Lane) -> None:
         del lane
-        which, port = ASK.unpack(received(connection, ASK.size))
-        if which < len(self._listeners):
-            try:
-                self._hear(connection, (which, (connection.getpeername()[0], port)))
-                connection.sendall(TOLD.pack(port_of(self._listeners[which])))
-                connection.recv(1)
-            finally:
-                self._hear(connection, None)
+        to, port = ASK.unpack(received(connection, ASK.size))
+        try:
+            if port:
+                self._hear(connection, (to, (connection.getpeername()[0], port)))
+            connection.sendall(TOLD.pack(*[*self._listeners, 0][:2]))
+            connection.recv(1)
+        finally:
+            self._hear(connection, None)
 
-    def _hear(self, connection: socket.socket, said: tuple[int, tuple[str, int]] | None) -> None:
+    def _hear(self, connection: socket.socket, said: tuple[int, Place] | None) -> None:
         with self._hearing:
             self._heard.pop(connection, None)
             if said:
                 self._heard[connection] = said
-            for number, listener in enumerate(self._listeners):
-                deafen(
-                    listener, [place for which, place in self._heard.values() if which == number]
-                )
+            for port, listener in self._listeners.items():
+                deafen(listener, [place for to, place in self._heard.values() if to == port])
 
 
-class Relay:
-    """Where an engine of ours finds a peer's, by the name that this has."""
+class Way:
+    """To a peer's engine, while mooncake may connect to it by `name`."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint, self._closed = endpoint, False
-        self._lock = threading.Lock()
-        self._open: set[socket.socket] = set()
-        self._data_port = self._listen(DATA)
-        self.name = f"{LOCAL}:{self._listen(HANDSHAKE)}"
+    def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
+        """Raises Unreachable."""
+        with dial(endpoint.name, endpoint.secret, time.monotonic() + timeout_s) as said:
+            self._endpoint, self.host = endpoint, str(said.getpeername()[0])
+            self._ports = _asked(said, 0, 0)
+        for port in filter(None, self._ports):
+            _doors[self.host, port] = endpoint
+        self.name = f"{self.host}:{self._ports[0]}"
 
     def close(self) -> None:
-        """End all connections; further ones are refused. A second call does nothing."""
-        with self._lock:
-            self._closed = True
-            for connection in self._open:
-                cut(connection)
+        """mooncake connects no more."""
+        for port in self._ports:
+            if _doors.get((self.host, port)) is self._endpoint:
+                del _doors[self.host, port]
 
-    def _listen(self, which: int) -> int:
-        listener = socket.create_server((LOCAL, 0))
-        _start(self._accept, listener, which)
-        return port_of(listener.fileno())
-
-    def _accept(self, listener: socket.socket, which: int) -> None:
-        with self._kept(listener), suppress(OSError):
-            while True:
-                _start(self._bring, listener.accept()[0], which)
-
-    def _bring(self, ours: socket.socket, which: int) -> None:
-        """A connection of our own engine's on to the peer's; another's is closed."""
-        with self._kept(ours), suppress(OSError, Unreachable):
-            if is_own(ours):
-                with self._kept(reached(self._endpoint, which)) as theirs:
-                    if which == HANDSHAKE:
-                        self._converse(ours, theirs)
-                    else:
-                        other = _start(_move, theirs, ours)
-                        _move(ours, theirs)
-                        other.join()
-
-    def _converse(self, ours: socket.socket, theirs: socket.socket) -> None:
-        """Questions of ours and their answers, until one of both goes: ConnectionError."""
-        while True:
-            theirs.sendall(_message(ours))
-            ours.sendall(self._told(_message(theirs, time.monotonic() + ANSWER_S)))
-
-    def _told(self, message: bytes) -> bytes:
-        """An answer, in which the peer's data is to be had here."""
-        if message[LENGTH.size] != METADATA:
-            return message
-        said = json.loads(message[LENGTH.size + 1 :])
-        if said.get("tcp_data_port"):
-            said |= {"tcp_data_host": LOCAL, "tcp_data_port": self._data_port}
-        body = bytes([METADATA]) + json.dumps(said).encode()
-        return LENGTH.pack(len(body)) + body
-
-    @contextmanager
-    def _kept(self, connection: socket.socket) -> Iterator[socket.socket]:
-        with connection:
-            with self._lock:
-                self._open.add(connection)
-                if self._closed:
-                    cut(connection)
-            try:
-                yield connection
-            finally:
-                with self._lock:
-                    self._open.discard(connection)
+    def cut(self) -> None:
+        """End handshakes that are under way; mooncake itself would wait for 60 s."""
+        for one in own_sockets():
+            with suppress(OSError):
+                if one.getpeername() == (self.host, self._ports[0]):
+                    cut(one)
 
 
-class Pass:
-    """As Relay, where an engine has to see a peer's own address: it hears all of this machine."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        """Raises Unreachable."""
-        self._said = dial(endpoint.name, endpoint.secret, time.monotonic() + ANSWER_S)
-        self.host: str = self._said.getpeername()[0]
-        self.name = f"{self.host}:{_announced(self._said, HANDSHAKE, 0)}"
-        self.close = self._said.close
-
-
-def reached(endpoint: Endpoint, which: int) -> socket.socket:
-    """A connection to a listener of a peer's engine. Raises Unreachable or OSError."""
-    with (
-        dial(endpoint.name, endpoint.secret, time.monotonic() + ANSWER_S) as said,
-        ExitStack() as failed,
-    ):
-        connection = failed.enter_context(socket.socket(said.family))
-        connection.settimeout(ANSWER_S)
-        connection.bind((said.getsockname()[0], 0))  # nobody else has this port meanwhile
-        port = _announced(said, which, port_of(connection.fileno()))
-        connection.connect((said.getpeername()[0], port))
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        failed.pop_all()
-    return connection
-
-
-def _announced(said: socket.socket, which: int, port: int) -> int:
-    """Have a peer's listener hear a port of ours, 0: all; its port. Raises Unreachable."""
+def _asked(said: socket.socket, to: int, port: int) -> tuple[int, int]:
+    """Have a peer's listener hear a port of ours; all its ports. Raises Unreachable."""
     try:
-        said.sendall(ASK.pack(which, port))
-        return TOLD.unpack(received(said, TOLD.size))[0]
+        said.sendall(ASK.pack(to, port))
+        handshake, data = TOLD.unpack(received(said, TOLD.size))
+        return handshake, data
     except OSError as e:
-        raise Unreachable(f"{said} does not let us in: {e}") from e
+        raise Unreachable(f"the door of a mooncake engine does not answer: {e}") from e
 
 
-def _message(connection: socket.socket, deadline: float | None = None) -> bytes:
-    """The next one of mooncake's handshake, whole. Raises OSError."""
-    head = received(connection, LENGTH.size, deadline)
-    (length,) = LENGTH.unpack(head)
-    if not 0 < length <= MAX_MESSAGE_BYTES:
-        raise ConnectionError(f"a message of {length} bytes")
-    return head + received(connection, length, deadline)
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int, use_errno=True)
+def _listen(fd: int, backlog: int) -> int:
+    deafen(fd)
+    _opened.append(fd)
+    return LIBC.listen(fd, backlog)
 
 
-def _move(source: socket.socket, target: socket.socket) -> None:
-    """Bytes from one to the other, without a copy, until one ends; then both do."""
-    reads, writes = os.pipe()
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, use_errno=True)
+def _connect(fd: int, address: int, length: int) -> int:
+    """connect(2), after the other end was told by which port; waits until the connection stands."""
+    connect = partial(LIBC.connect, fd, ctypes.c_void_p(address), ctypes.c_uint32(length))
+    to = _place(ctypes.string_at(address, length))
+    endpoint = _doors.get(to) if to else None
+    if to is None or endpoint is None:
+        return connect()
+    _connecting.add(fd)
     try:
-        with suppress(OSError):  # no more room for pipes: it stays small
-            fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        with suppress(OSError):
-            while left := os.splice(source.fileno(), writes, PIPE_BYTES):
-                while left:
-                    left -= os.splice(reads, target.fileno(), left)
+        with (
+            dial(endpoint.name, endpoint.secret, time.monotonic() + ANSWER_S) as said,
+            socket.socket(fileno=os.dup(fd)) as own,
+        ):
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # nobody else has the port
+            own.bind((said.getsockname()[0], 0))
+            _asked(said, to[1], own.getsockname()[1])
+            done, error = connect(), ctypes.get_errno()
+            if done and error == errno.EINPROGRESS:
+                stands = select.poll()
+                stands.register(own, select.POLLOUT)
+                stands.poll(ANSWER_S * 1000)
+    except (OSError, Unreachable):
+        done, error = -1, errno.ECONNREFUSED
     finally:
-        os.close(reads)
-        os.close(writes)
-        cut(source)
-        cut(target)
+        _connecting.discard(fd)
+    ctypes.set_errno(error)
+    return done
 
 
-def _start(run: Callable[..., object], *given: object) -> threading.Thread:
-    thread = threading.Thread(target=run, args=given, name="mooncake-relay", daemon=True)
-    thread.start()
-    return thread
+def _place(address: bytes) -> Place | None:
+    """Of a struct sockaddr; None: it is of no host."""
+    family, port = struct.unpack_from("=H", address)[0], struct.unpack_from("!H", address, 2)[0]
+    if family == socket.AF_INET:
+        return socket.inet_ntop(family, address[4:8]), port
+    if family == socket.AF_INET6:
+        return socket.inet_ntop(family, address[8:24]).removeprefix(MAPPED), port
+    return None
+
+
+def opening(make: Callable[[], Made]) -> tuple[Made, list[int]]:
+    """What `make` makes, and the descriptors on which that listens, deaf. One call at a time."""
+    _divert()
+    _opened.clear()
+    return make(), list(_opened)
+
+
+@cache
+def _divert() -> None:
+    divert({"listen": _listen, "connect": _connect})
+
+
+def is_connecting() -> bool:
+    """Whether mooncake is in a call of ours, which needs the interpreter's lock."""
+    return bool(_connecting)
 
 
 def port_of(fd: int) -> int:
@@ -211,14 +177,8 @@ def port_of(fd: int) -> int:
         return own.getsockname()[1]
 
 
-def is_own(connection: socket.socket) -> bool:
-    """Whether its other end is of this process, too."""
-    here, there = connection.getsockname(), connection.getpeername()
-    return any(not listens(one) and one.getpeername() == here for one in sockets_at(there[1]))
-
-
-def sockets_at(port: int) -> Iterator[socket.socket]:
-    """This process's TCP sockets with this local port, as duplicates, open for one turn."""
+def own_sockets() -> Iterator[socket.socket]:
+    """This process's TCP sockets, as duplicates, open for one turn."""
     for fd in os.listdir("/proc/self/fd"):
         try:
             # Only sockets: closing a duplicate of a file would drop the process's locks on it.
@@ -228,9 +188,13 @@ def sockets_at(port: int) -> Iterator[socket.socket]:
         except OSError:
             continue  # closed meanwhile
         with sock:
-            protocol = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL)
-            if protocol == socket.IPPROTO_TCP and sock.getsockname()[1] == port:
+            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL) == socket.IPPROTO_TCP:
                 yield sock
+
+
+def sockets_at(port: int) -> Iterator[socket.socket]:
+    """Those with this local port."""
+    return (sock for sock in own_sockets() if sock.getsockname()[1] == port)
 
 
 def listens(sock: socket.socket) -> bool:
