@@ -202,7 +202,7 @@ class MooncakeTransport(OpenTransport):
     def __init__(self, host: str, kind: str) -> None:
         super().__init__(kind)
         configure(kind)
-        self.engines = Engines(load(), host, kind)
+        self.engines = Engines(load(), host.partition(",")[0], kind)  # it has one network
         self._gate: Gate | None = None
 
     def _serve(self, regions: Sequence[MemoryRegion]) -> tuple[str, bytes]:
