@@ -2,8 +2,8 @@
 
     python -m tests.fault.fuzz_wire --seconds 60
     python -m tests.fault.fuzz_wire --seconds 60 --set decode.tp=2      also at the ports of ranks
-    python -m tests.fault.fuzz_wire --seconds 3600 --rate 500 --set prefill.replicas=2 \\
-        --set decode.replicas=2 --set decode.tp=2 --set transport.name=sockets    or mooncake
+    python -m tests.fault.fuzz_wire --seconds 3600 --rate 500 --workers 2 --set decode.tp=2 \\
+        --set transport.name=sockets    or mooncake, which members alone reach, too
 
 Three members gone bad (a router, a decode and a prefill worker, each with a key that the controller
 has announced) send to every worker, and to routers, decode workers and the controller where these
@@ -144,8 +144,10 @@ def told(ledger: Ledger, took_s: float) -> Iterator[str]:
 
 def main(argv: Sequence[str]) -> int:
     parser = parser_of(__doc__, "frames")
+    parser.add_argument("--workers", default="1", help="of each of both roles")
     args = parser.parse_args(argv)
-    with watched_cluster(args, *BRIEF) as (serve, watched):
+    workers = "--prefill", args.workers, "--decode", args.workers
+    with watched_cluster(args, *BRIEF, *workers) as (serve, watched):
         ledger, took_s = fuzz(
             watched, seconds=args.seconds, num=args.frames, seed=args.seed, rate=args.rate
         )
