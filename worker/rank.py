@@ -234,6 +234,7 @@ class Rank:
         self._engine.rank_group.gather(self._engine.endpoint())
         key = leader_key(self._engine.rank_group, address, self._thread.key)
         self._thread.admit({self._leader: key})
+        self._engine.rank_group.part()
 
     def stop(self) -> None:
         """End the loop and free everything, once the leader has said that nothing follows."""

@@ -61,6 +61,7 @@ class Worker:
             self.engine.runner.followers = self._ranks
             for peer, (rank_address, key) in listeners.items():
                 self._thread.connect(peer, rank_address, key)
+            group.part()
         device = self.engine.pool.device
         if device.type == "cuda":
             uuid = torch.cuda.get_device_properties(device).uuid

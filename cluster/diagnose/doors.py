@@ -32,7 +32,6 @@ WHEN = {
     Asks.API_KEY: "router.api_key_file is set",
     Asks.CURVE: "transport.authentication is curve",
     Asks.TOKEN: "RAY_AUTH_MODE=token",
-    Asks.SECRET: "transport.name is sockets or mixed",
     Asks.NOBODY: "it is gloo's, and the ranks have met",
 }
 
@@ -87,28 +86,23 @@ DOORS = {
     ),
     "mooncake": Door(
         WORKERS,
-        "mooncake's handshake",
-        Asks.NOTHING,
-        "learn where KV lies in memory; keep others from a handshake for 60 s a time. Besides "
-        "the one that serves there is one a peer that KV is pulled from",
-    ),
-    "mooncake data": Door(
-        WORKERS,
-        "mooncake's data over TCP",
-        Asks.NOTHING,
-        "read and write all KV: others' prompts and answers; no other memory of the process",
+        "mooncake's handshake, and its data over TCP",
+        Asks.SECRET,
+        "read and write all KV: others' prompts and answers; what has not been announced at the "
+        "next port by who knows the secret is dropped by the kernel",
     ),
     "kv": Door(
         WORKERS,
-        "KV over sockets",
+        "KV over sockets, or who may connect to mooncake",
         Asks.SECRET,
-        "read all KV: others' prompts and answers; write nothing",
+        "read all KV: others' prompts and answers; write nothing, but over mooncake",
     ),
     "store": Door(
         "rank 0 of a worker of several",
         "torch's TCPStore, where ranks meet",
         Asks.NOTHING,
-        "change where ranks find one another, and with which keys, while they start",
+        "change where ranks find one another, and with which keys, and fill its memory, while "
+        "they start; then it ends, or hears them alone (NCCL's)",
     ),
     "ranks": Door(
         "ranks of a worker of several",

@@ -150,12 +150,11 @@ class Walk:
         transport, has_ranks = self.config.transport.name, len(member.pids) > 1
         if is_router:
             return []
-        if host not in EVERYWHERE:
-            is_kv = transport in ("sockets", "mixed")
-            return ["kv" * is_kv, "ranks" * has_ranks, "wire" * (not is_first)]
-        if transport == "mooncake" and port in MOONCAKE_PORTS:
-            return ["mooncake data" if host == "::" else "mooncake"]
-        return ["store" * (has_ranks and is_first)]
+        by_mooncake = transport == "mooncake" or self.config.transport.kind == "nvlink"
+        if host in EVERYWHERE:
+            return ["mooncake" * (by_mooncake and port in MOONCAKE_PORTS)]
+        is_kv, is_rank = transport in ("sockets", "mixed", "mooncake"), not is_first
+        return ["kv" * is_kv, "ranks" * has_ranks, "wire" * is_rank]
 
     def _asked(self, has_token: bool) -> dict[Asks, str]:
         """How ports ask that may, by the settings."""

@@ -33,7 +33,8 @@ DOWN_TIMEOUT_S = 30.0  # for `serve` to end once nothing is left to serve
 def start_local(config: Config, directory: Path) -> str:
     """Start a Ray of our own, with what `config` asks for; its address. May raise WorldError.
 
-    It listens on free ports of 127.0.0.1 only, has no dashboard, and writes into `directory`.
+    It listens on free ports of 127.0.0.1 only, has no dashboard, and writes below `directory`,
+    which no other account may enter: all may write to the one that Ray makes.
     """
     stay_on_loopback()
     start_what_is_needed()
@@ -48,7 +49,7 @@ def start_local(config: Config, directory: Path) -> str:
             object_store_memory=asked.object_store_bytes,
             include_dashboard=False,
             logging_level=logging.ERROR,
-            _temp_dir=str(directory),
+            _temp_dir=str(directory / "r"),
         )
     except Exception as error:  # no narrower one: Ray raises a plain Exception after a time-out
         raise WorldError(f"Ray did not start: {error}") from error

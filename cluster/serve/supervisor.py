@@ -24,9 +24,9 @@ from cluster.serve.lifetime import RayDirectory, StateFile
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-# The path of a socket has 107 characters at most. Below this root our directory takes 19 of them,
+# The path of a socket has 107 characters at most. Below this root our directory takes 21 of them,
 # and Ray's names up to 64.
-MAX_ROOT_PATH = 24
+MAX_ROOT_PATH = 22
 SHORT_ROOT = Path("/tmp")
 KILL_TIMEOUT_S = 5.0
 LOOK_S = 1.0  # how often to look at the child, should a SIGCHLD be missed

@@ -2,11 +2,15 @@
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import torch
 from torch._C._distributed_c10d import ErrorType
@@ -17,6 +21,7 @@ from worker.ops.norms import add_rms_norm
 from worker.peers.base import COLLECTIVES
 from worker.peers.deaf import listening
 from worker.peers.nccl import NcclCollective
+from worker.peers.rank_group import Meeting, RankGroup, exchange
 from worker.peers.rendezvous import free_rendezvous, own_address
 from worker.registry import resolve
 
@@ -116,8 +121,70 @@ def hear_nobody(rank: int, init_method: str) -> None:
     collective.close()
 
 
-def test_gloo_answers_nobody_once_its_ranks_are_there(tmp_path: Path) -> None:
-    run_ranks(hear_nobody, f"file://{tmp_path}/rendezvous", num_ranks=2)
+def test_gloo_answers_nobody_once_its_ranks_are_there() -> None:
+    run_ranks(hear_nobody, free_rendezvous("127.0.0.1"), num_ranks=2)
+
+
+def meet_and_part(rank: int, address: str) -> None:
+    """A stranger finds the store at its own address alone, and not once the ranks have met."""
+    group = RankGroup(rank, 2, address, "w/1")
+    assert group.gather(f"{rank}".encode()) == [b"0", b"1"]
+    port = urlsplit(address).port or 0
+    if rank == 0:
+        (place,) = {each.laddr for each in psutil.Process().net_connections() if not each.raddr}
+        assert place == ("127.0.0.1", port)
+    group.gather(b"looked")
+    group.part()
+    group.part()
+    if rank == 0:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+    with pytest.raises(AssertionError, match="parted"):
+        group.gather(b"")
+
+
+def test_a_store_ends_when_the_ranks_have_met() -> None:
+    run_ranks(meet_and_part, free_rendezvous("127.0.0.1"), num_ranks=2)
+
+
+STRANGER = """
+import socket, sys
+with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as connection:
+    print("connected", flush=True)
+    try:
+        print(connection.recv(1))
+    except ConnectionError:
+        print(b"")
+"""
+
+
+def keep_a_store(rank: int, address: str) -> None:
+    """A stranger that came before the ranks met is cut off, and one that comes later unheard."""
+    port = str(urlsplit(address).port)
+    meeting = Meeting(rank, 2, address)
+    program = [sys.executable, "-c", STRANGER, port]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as stranger:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "connected\n"
+        exchange(meeting.store, "here", rank, 2, "")
+        meeting.part(stays=True)
+        assert exchange(meeting.store, "still", rank, 2, str(rank)) == [b"0", b"1"]
+        assert stranger.stdout.readline() == "b''\n"
+    exchange(meeting.store, "cut", rank, 2, "")
+    with pytest.raises(TimeoutError):
+        socket.create_connection(("127.0.0.1", int(port)), 0.3)
+    meeting.part()
+
+
+def test_a_store_that_stays_hears_its_ranks_alone() -> None:
+    run_ranks(keep_a_store, free_rendezvous("127.0.0.1"), num_ranks=2)
+
+
+def test_a_rendezvous_that_is_taken_is_a_typed_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(PeerLost, match="rank 0 of 2: nobody at tcp"):
+            RankGroup(0, 2, address)
 
 
 def lose_the_peer(rank: int, init_method: str) -> None:

@@ -1,11 +1,7 @@
 """What somebody without keys gets at each kind of port: one try each, with others' own clients."""
 
-import json
 import re
 import socket
-import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -19,7 +15,7 @@ from worker.api import Ping, encode
 from worker.transfer.doors import COUNT, GREETING, PIECE, proof, received
 from worker.wire import _pack
 
-WAIT_S = 5.0  # for an answer that ought not to come
+WAIT_S = 3.0  # for an answer that ought not to come
 # Calls of Ray's that take an empty message and change nothing.
 CALLS = {
     "gcs": "NodeInfoGcsService/GetAllNodeInfo",
@@ -31,22 +27,6 @@ CALLS = {
 }
 METRICS = re.compile(r"# HELP \w+ .+\n# TYPE \w+ \w+\n")
 BODY = {"model": "tiny", "prompt": "1", "max_tokens": 1}
-# In a process of its own, as mooncake reads the environment when it is imported.
-THIEF = """
-import ctypes, json, mmap, os, sys
-os.environ.update(MC_FORCE_TCP="1", MC_LOG_LEVEL="FATAL")
-from mooncake.engine import TransferEngine
-
-engine = TransferEngine()
-assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
-loot = mmap.mmap(-1, mmap.PAGESIZE)
-at = ctypes.addressof(ctypes.c_char.from_buffer(loot))
-assert engine.batch_register_memory([at], [len(loot)]) == 0
-for name, address in json.loads(sys.argv[1]):
-    print(engine.transfer_sync_read(name, at, address, 64))
-os._exit(0)
-"""
-
 Row = dict[str, Any]  # of `doctor --ports --json`
 
 
@@ -86,7 +66,7 @@ def _pings(address: str, to: str, with_keys: bool) -> bool:
             dealer.curve_serverkey, _ = zmq.curve_keypair()
         dealer.connect(f"tcp://{address}")
         dealer.send(_pack("s/1", to, (1, 1), encode(Ping("s/1"))))
-        return bool(dealer.poll(WAIT_S * 1000))
+        return bool(dealer.poll(int(WAIT_S * 1000)))
     finally:
         context.destroy(linger=0)
 
@@ -120,28 +100,6 @@ def _lists_jobs(address: str) -> bool:
     return httpx.get(f"http://{address}/api/jobs/", timeout=HANG_S).status_code == 200
 
 
-def offer_of(address: str) -> Row:
-    """What an engine of mooncake tells whoever asks."""
-    with socket.create_connection(_place(address), HANG_S) as connection:
-        connection.sendall(struct.pack("<QB", 3, 1) + b"{}")
-        answer = b""
-        while len(answer) < 8 or len(answer) < 8 + struct.unpack("<Q", answer[:8])[0]:
-            more = connection.recv(1 << 16)
-            assert more, answer
-            answer += more
-    return json.loads(answer[9:])
-
-
-def reads_kv(addresses: list[str]) -> list[bool]:
-    """Whether mooncake itself reads the memory that the engine at each address has registered."""
-    asked = [(_reachable(a), offer_of(a)["buffers"][0]["addr"]) for a in addresses]
-    done = subprocess.run(
-        [sys.executable, "-c", THIEF, json.dumps(asked)],
-        capture_output=True, text=True, timeout=HANG_S, check=True,
-    )  # fmt: skip
-    return [line == "0" for line in done.stdout.split()]
-
-
 def _reads_a_byte(address: str) -> bool:
     """With a secret of our own."""
     with socket.create_connection(_place(address), HANG_S) as connection:
@@ -154,7 +112,7 @@ def _reads_a_byte(address: str) -> bool:
 
 
 def _meets_ranks(address: str) -> bool:
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     host, port = _place(address)
     store = TCPStore(host, port, is_master=False, wait_for_workers=False)
@@ -182,8 +140,7 @@ TRIES: dict[str, Callable[[str], bool]] = {
     "beside": _generates,
     "metrics": _sees_metrics_alone,
     "ray metrics": _sees_metrics_alone,
-    "mooncake": lambda address: bool(offer_of(address)["buffers"]),
-    "mooncake data": _connects,  # `reads_kv` takes what is there
+    "mooncake": _connects,
     "kv": _reads_a_byte,
     "store": _meets_ranks,
     "ranks": _connects,

@@ -82,9 +82,14 @@ def filled(directory: Path, *more: str) -> Path:
 
 
 def check_strangers(serve: Serve) -> None:
-    """Whoever reaches Ray's port needs the token, which only this user can read."""
+    """Whoever reaches Ray's port needs the token, which only this user can read, and other accounts
+    enter no directory of Ray's, to which it lets all of them write."""
     running = find_running(serve.root / "run" / "kvlane")
-    assert Path(running.token_path).stat().st_mode & 0o777 == 0o600
+    secret = Path(running.token_path)
+    assert secret.stat().st_mode & 0o777 == 0o600
+    assert secret.parent.stat().st_mode & 0o777 == 0o700
+    (directory,) = filter(Path.is_dir, secret.parent.iterdir())
+    assert list(directory.glob("session_*/sockets/*")), "it is Ray's"
     join = f"import ray; ray.init({running.address!r}); print(ray.util.list_named_actors(True))"
     for mode, token in (
         ("disabled", {}),

@@ -2,7 +2,8 @@
 
     python -m tests.fault.fuzz_wire --seconds 60
     python -m tests.fault.fuzz_wire --seconds 60 --set decode.tp=2      also at the ports of ranks
-    python -m tests.fault.fuzz_wire --frames 1000000 --seconds 3600 --seed 7 --rate 0
+    python -m tests.fault.fuzz_wire --seconds 3600 --rate 500 --workers 2 --set decode.tp=2 \\
+        --set transport.name=sockets    or mooncake, which members alone reach, too
 
 Three members gone bad (a router, a decode and a prefill worker, each with a key that the controller
 has announced) send to every worker, and to routers, decode workers and the controller where these
@@ -25,7 +26,7 @@ from contextlib import ExitStack
 from tests.e2e.harness import Serve, enter_namespace_of
 from tests.e2e.shared import BRIEF
 from tests.fault.admission import let_in
-from tests.fault.rogues import Impostor, Ledger, Noise, Rogue, Stranger
+from tests.fault.rogues import DEAF, Impostor, Ledger, Noise, Rogue, Stranger
 from tests.support.disturbed import Watched
 from tests.support.frames import Frames, seeds
 from tests.support.fuzzing import kept, parser_of, tell_breaches, watched_cluster
@@ -69,8 +70,11 @@ class Crowd:
         self._strangers: list[Stranger | Impostor | Noise] = [
             Stranger(port, names.get(port, f"port {port}"), frames, rng, ledger) for port in ports
         ]
-        others = [port for port in everywhere if port not in ports and connects((LOCAL, port))]
-        self._strangers += [Noise(port, frames, rng, ledger) for port in others]
+        self._strangers += [
+            Noise(port, frames, rng, ledger, is_deaf=not connects((LOCAL, port)))
+            for port in everywhere
+            if port not in ports
+        ]
         for plain in (True, False):
             for member in workers:
                 impostor = Impostor(member, frames, rng, ledger, plain=plain)
@@ -140,13 +144,15 @@ def told(ledger: Ledger, took_s: float) -> Iterator[str]:
 
 def main(argv: Sequence[str]) -> int:
     parser = parser_of(__doc__, "frames")
+    parser.add_argument("--workers", default="1", help="of each of both roles")
     args = parser.parse_args(argv)
-    with watched_cluster(args, *BRIEF) as (serve, watched):
+    workers = "--prefill", args.workers, "--decode", args.workers
+    with watched_cluster(args, *BRIEF, *workers) as (serve, watched):
         ledger, took_s = fuzz(
             watched, seconds=args.seconds, num=args.frames, seed=args.seed, rate=args.rate
         )
         watched.noted()
-        breaches = watched.breaches()
+        breaches = watched.breaches() + [DEAF] * bool(ledger.by_door[DEAF])
         print("\n".join([f"seed {args.seed}", *told(ledger, took_s), *watched.report()]))
         if breaches:
             path = kept("wire", args.seed, breaches, ledger.shown(), args.out)

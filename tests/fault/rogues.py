@@ -267,6 +267,7 @@ class Rogue:
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01%s" + bytes(32)
+DEAF, NOT_ZMTP = "stranger to a port that takes no connection", "stranger to ports without ZMTP"
 BEGINNINGS = (
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     b"POST / HTTP/1.1\r\nhost: x\r\n",
@@ -324,10 +325,16 @@ class Stranger:
 
 
 class Noise:
-    """Bytes from nobody to a port at which no ZMTP is spoken, over one connection after another."""
+    """Bytes from nobody to a port at which no ZMTP is spoken, over one connection after another.
 
-    def __init__(self, port: int, frames: Frames, rng: random.Random, ledger: Ledger) -> None:
+    is_deaf: it takes no connection, as ports of libraries that members have been let into.
+    """
+
+    def __init__(
+        self, port: int, frames: Frames, rng: random.Random, ledger: Ledger, *, is_deaf: bool
+    ) -> None:
         self._port, self._frames, self._rng, self._ledger = port, frames, rng, ledger
+        self._name, self._wait_s = (DEAF, 0.01) if is_deaf else (NOT_ZMTP, 1.0)
 
     def send(self) -> None:
         """What a protocol begins with, and then something else."""
@@ -340,10 +347,10 @@ class Noise:
             frame = size.to_bytes(3, "big") + kind + flags + rng.randbytes(4) + frame
         said = begin + frame + self._frames.next().payload[:4096]
         try:
-            with socket.create_connection(("127.0.0.1", self._port), timeout=1) as raw:
+            with socket.create_connection(("127.0.0.1", self._port), self._wait_s) as raw:
                 raw.settimeout(0.002)
                 raw.send(said)
-                self._ledger.note("stranger to ports without ZMTP", "Noise", said)
+                self._ledger.note(self._name, "Noise", said)
                 raw.recv(4096)
         except OSError:  # it has closed it, or waits for more
             return

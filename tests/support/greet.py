@@ -4,7 +4,6 @@ So tests find out whether the table of ports, `cluster.diagnose.doors`, and `doc
 what is so.
 """
 
-import json
 import re
 import socket
 import ssl
@@ -12,7 +11,6 @@ import struct
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import psutil
 
@@ -26,7 +24,6 @@ ZMTP_SIGNATURE = b"\xff" + bytes(8) + b"\x7f"  # between them a length that nobo
 ZMTP_GREETING = b"\x03\x00CURVE".ljust(22, b"\0") + bytes(32)
 ZMTP_BYTES, ZMTP_MECHANISM = 64, slice(12, 32)
 HTTP2_SETTINGS = 4  # type of a frame, its fourth byte
-METADATA = 1  # mooncake's request for what an engine offers
 STORE_VALIDATE, STORE_PING = 0, 13  # queries of torch's TCPStore
 STORE_MAGIC, STORE_NONCE = 0x3C85F7CE, b"kvln"
 
@@ -44,7 +41,6 @@ class Speech(StrEnum):
     PLAIN = "ZeroMQ without keys"
     HTTP = "HTTP"
     TLS = "HTTP over TLS"
-    MOONCAKE = "mooncake's handshake"
     STORE = "TCPStore"
     KV = "KV over sockets"
 
@@ -55,7 +51,6 @@ class Answer:
 
     speech: Speech
     status: int = 0  # of HTTP
-    data_port: int = 0  # of mooncake over TCP
 
 
 def overheard(place: Place) -> Answer | None:
@@ -91,19 +86,6 @@ def http(place: Place, path: str) -> Answer | None:
     return None
 
 
-def mooncake(place: Place) -> Answer | None:
-    """Whose handshake tells a stranger what it offers."""
-    body = b"{}"
-    failures = suppress(OSError, ValueError, struct.error)  # what speaks otherwise says anything
-    with failures, _connected(place, PATIENCE_S) as connection:
-        connection.sendall(struct.pack("<QB", len(body) + 1, METADATA) + body)
-        length, kind = struct.unpack("<QB", _read(connection, 9))
-        if kind == METADATA and length < MAX_BYTES:
-            offer: dict[str, Any] = json.loads(_read(connection, length - 1))
-            return Answer(Speech.MOONCAKE, data_port=int(offer.get("tcp_data_port", 0)))
-    return None
-
-
 def store(place: Place) -> Answer | None:
     """Whose TCPStore sends back what it was sent."""
     with suppress(OSError), _connected(place, PATIENCE_S) as connection:
@@ -117,13 +99,9 @@ def store(place: Place) -> Answer | None:
 def speaks(place: Place, kind: str) -> bool:
     """Whether what speaks there is of this kind of the table, as far as a greeting shows it."""
     match kind:
-        case "mooncake data":
-            return True  # it says nothing, and its engine tells where it listens
-        case "mooncake":
-            return mooncake(place) is not None
         case "store":
             return store(place) is not None
-        case "ranks":
+        case "mooncake" | "ranks":
             return not connects(place)
         case kind if kind in OVER_HTTP:
             return http(place, "/kvlane") is not None

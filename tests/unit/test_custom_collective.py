@@ -60,8 +60,9 @@ class GlooBeside(GlooCollective):
     """Stands for NcclCollective."""
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, init_method: str, store: Any
+        self, rank: int, size: int, device: torch.device, init_method: str, meeting: Any
     ) -> None:
+        del meeting
         super().__init__(rank, size, "cpu", f"{init_method}-beside")
 
 

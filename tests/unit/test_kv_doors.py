@@ -14,6 +14,8 @@ import torch
 from tests.support.patience import HANG_S, until
 from worker.cache.layout import MemoryRegion
 from worker.errors import Unreachable
+from worker.peers.deaf import deafen
+from worker.peers.rendezvous import free_rendezvous
 from worker.transfer import doors
 from worker.transfer.base import Endpoint, Run, describe
 from worker.transfer.doors import (
@@ -29,6 +31,7 @@ from worker.transfer.doors import (
     received,
 )
 from worker.transfer.memory import PORTION_BYTES, DirectLane, Lane, Piece, StagedLane
+from worker.transfer.mooncake_gate import ASK, TOLD, Gate
 from worker.transfer.sockets import dial, portions
 
 SECRET, HOST = b"s" * 32, "127.0.0.1"
@@ -212,3 +215,62 @@ def test_batches_hold_every_byte_once() -> None:
     assert sum(a.num_bytes for a, _ in moved) == 3 * PORTION_BYTES + 1 + 1000
     assert all(a.region == b.region for a, b in moved)
     assert {b.offset - a.offset for a, b in moved if a.region == 0} == {9}
+
+
+@pytest.mark.parametrize(("host", "to"), [("0.0.0.0", HOST), ("::", HOST), ("::", "::1")])
+def test_a_deaf_listener_hears_whom_it_is_to_hear(host: str, to: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server(
+        (host, 0), family=family, dualstack_ipv6=family == socket.AF_INET6
+    ) as listener:
+        port = listener.getsockname()[1]
+
+        def hears(come_from: int = 0) -> bool:
+            try:
+                with socket.create_connection((to, port), 0.3, (to, come_from)) as connection:
+                    connection.sendall(b"!")
+                    with listener.accept()[0] as heard:
+                        deafen(listener.fileno())  # what stands goes on
+                        return heard.recv(1) == b"!"
+            except TimeoutError:
+                return False
+
+        free = int(free_rendezvous("127.0.0.1").rpartition(":")[2])
+        for but, come_from, is_heard in (
+            ([], 0, False),
+            ([(to, free)], free, True),
+            ([(to, free)], 0, False),
+            ([("10.1.2.3", free), ("fe80::1", free)], free, False),
+            ([("10.1.2.3", 0), (to, 0), ("fe80::1", 5)], 0, True),
+            ([(to, n) for n in range(1, 9999)], 0, False),
+        ):
+            deafen(listener.fileno(), but)
+            assert hears(come_from) == is_heard, (but[:3], come_from)
+
+
+def test_a_gate_lets_in_whom_a_member_announces_for_as_long_as_it_does() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as engine, socket.socket() as member:
+        deafen(engine.fileno())
+        gate = Gate(HOST, SECRET, [engine.fileno()])
+        known = describe("mooncake", "tcp", f"{HOST}:{gate.port}", (), SECRET)
+        here = HOST, engine.getsockname()[1]
+        member.bind((HOST, 0))
+        with dialed(known) as said:
+            said.sendall(ASK.pack(here[1], member.getsockname()[1]))
+            assert TOLD.unpack(received(said, TOLD.size)) == (here[1], 0)
+            member.connect(here)
+            with pytest.raises(TimeoutError):
+                socket.create_connection(here, 0.3)
+        until(lambda: not gate._heard)
+        with engine.accept()[0] as heard:
+            member.sendall(b"hello")
+            assert received(heard, 5) == b"hello"
+        with socket.socket() as late:
+            late.settimeout(0.3)
+            late.bind((HOST, 0))
+            with dialed(known) as said:
+                said.sendall(ASK.pack(1, late.getsockname()[1]))  # no listener of the engine's
+                assert received(said, TOLD.size)
+                with pytest.raises(TimeoutError):
+                    late.connect(here)
+        gate.close()

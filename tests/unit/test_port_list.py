@@ -88,12 +88,14 @@ def test_ports_of_a_worker_of_one_rank_are_known_one_by_one(
 
 
 def test_a_rank_says_all_that_its_port_may_be() -> None:
+    sets = ["transport.name=mixed", "transport.kind=nvlink"]
     with process(hosts=f"{LOCAL} 0.0.0.0") as (first, (wire, _)), process() as (second, _):
         member = status("decode", (first, second), wire, 1)
-        found = Walk([member], load(None, ["transport.name=mixed"]), ray(), {first, second}).ports()
+        found = Walk([member], load(None, sets), ray(), {first, second}).ports()
     kinds = sorted((port.process, port.kind) for port in found)
     assert kinds == [
-        ("decode-0", "store"), ("decode-0", "wire"), ("decode-0.1", "kv or ranks or wire"),
+        ("decode-0", "unknown"), ("decode-0", "wire"),
+        ("decode-0.1", "kv or ranks or wire"),
     ]  # fmt: skip
 
 

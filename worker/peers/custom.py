@@ -26,7 +26,7 @@ from worker.peers.peer_layout import (
     PeerLayout,
     PeerMemory,
 )
-from worker.peers.rank_group import TIMEOUT_S, exchange, open_store
+from worker.peers.rank_group import TIMEOUT_S, Meeting, exchange
 
 log = logging.getLogger("kvlane.comm")
 
@@ -69,9 +69,9 @@ class CustomCollective(Collective):
         if not 2 <= size <= MAX_SIZE:
             raise Unsupported(f"collective 'custom' is for 2 to {MAX_SIZE} ranks, not {size}")
         self.rank, self.size = rank, size
-        self._store = open_store("custom", rank, size, init_method)
-        self.device = torch.device(device)
-        self._nccl = NcclCollective(rank, size, self.device, init_method, self._store)
+        meeting = Meeting(rank, size, init_method)
+        self.device, self._store = torch.device(device), meeting.store
+        self._nccl = NcclCollective(rank, size, self.device, init_method, meeting)
         layout = PeerLayout(size)
         try:
             self._regions = PeerRegions(rank, size, layout, self.device, self._store)

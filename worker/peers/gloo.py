@@ -10,7 +10,7 @@ from torch import Tensor
 from worker.errors import PeerLost, UserError
 from worker.peers.base import GroupCollective, join_parts
 from worker.peers.deaf import deafen, with_listener
-from worker.peers.rank_group import TIMEOUT_S, open_store
+from worker.peers.rank_group import TIMEOUT_S, Meeting
 from worker.peers.rendezvous import own_address
 
 
@@ -30,11 +30,12 @@ class GlooCollective(GroupCollective):
         address = own_address(init_method)
         device, listener = with_listener(lambda: gloo.create_device(address, lazy_init=False))
         options._devices = [device]
-        self._store: Any = open_store("gloo", rank, size, init_method)
+        meeting = Meeting(rank, size, init_method)
         try:
-            self._group: Any = gloo(self._store, rank, size, options)
+            self._group: Any = gloo(meeting.store, rank, size, options)
         except RuntimeError as e:
             raise PeerLost(f"gloo rank {rank} of {size}: no group at {init_method}: {e}") from e
+        meeting.part()
         if listener is not None:
             deafen(listener)  # all ranks are connected
 
@@ -51,4 +52,4 @@ class GlooCollective(GroupCollective):
     def close(self) -> None:
         if self._group is not None:
             self._group.shutdown()
-            self._group = self._store = None
+            self._group = None

@@ -11,7 +11,7 @@ from torch._C import _distributed_c10d as c10d
 
 from worker.errors import PeerLost, UserError
 from worker.peers.base import GroupCollective, join_parts
-from worker.peers.rank_group import TIMEOUT_S, open_store
+from worker.peers.rank_group import TIMEOUT_S, Meeting
 
 # Read by NCCL and by torch when a group starts. A program that uses NVLink multicast can put the
 # GPUs of a shared host out of service, and ours needs none. A call that is late aborts its group
@@ -29,6 +29,7 @@ class NcclCollective(GroupCollective):
     Calls run on the current stream. One that was launched by itself is aborted after TIMEOUT_S;
     those of a replayed graph are not watched: the process has to end. `check` raises once
     torch's watchdog thread has noticed: a peer that is gone or late, or an abort.
+    meeting: of the ranks, which go on with it; None: one of their own.
     """
 
     name: ClassVar[str] = "nccl"
@@ -40,19 +41,19 @@ class NcclCollective(GroupCollective):
         size: int,
         device: torch.device | str,
         init_method: str,
-        store: c10d.Store | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
         self.device = torch.device(device)
         if self.device.type != "cuda" or not dist.is_nccl_available():
             raise UserError(f"collective 'nccl' is for GPUs and needs NCCL, not for {device}")
         os.environ.update(ENVIRONMENT)
         self.rank, self.size = rank, size
-        store = store or open_store("nccl", rank, size, init_method)
+        self._meeting = meeting or Meeting(rank, size, init_method)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=TIMEOUT_S)
         self._group: Any = None
         try:
-            prefixed = c10d.PrefixStore("nccl", store)
+            prefixed = c10d.PrefixStore("nccl", self._meeting.store)
             self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
             # The communicator has to be there before a capture begins.
             with torch.cuda.device(self.device):
@@ -61,6 +62,7 @@ class NcclCollective(GroupCollective):
         except RuntimeError as e:
             raise PeerLost(f"nccl rank {rank} of {size}: no group: {e}") from e
         self.check()
+        self._meeting.part(stays=True)  # torch's watchdog asks it now and then
 
     def all_reduce(self, x: Tensor) -> Tensor:
         options = c10d.AllreduceOptions()

@@ -4,20 +4,20 @@ Measurements of the engine shape this file. First contact with a hung peer block
 for 60 s under its own mutex, and an engine that knew a name never reaches another process of that
 name. So one engine serves, and a peer's incarnation is pulled from by an engine of its own.
 
-Security. The engine listens on all interfaces and lets whoever connects read and write registered
-memory: run it inside a cluster-internal network only.
+Security. An engine listens at all addresses and lets whoever connects read and write registered
+memory; so members alone are heard there (mooncake_gate).
 """
 
-import logging
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import NamedTuple
 
 from worker.cache.layout import MemoryRegion
 from worker.errors import Unreachable, Unsupported
+from worker.peers.deaf import deafen
 from worker.transfer.base import (
     POLL_BUDGET_S,
     Endpoint,
@@ -29,8 +29,8 @@ from worker.transfer.base import (
     pieces,
 )
 from worker.transfer.mooncake_engine import Engine, Engines, configure, load
-
-log = logging.getLogger("kvlane.transfer")
+from worker.transfer.mooncake_gate import Gate, Way
+from worker.transfer.sockets import SECRET_BYTES
 
 # One read is at most this long. NVLink moves 256 MiB in 0.7 ms, less than POLL_BUDGET_S, and a
 # read costs a call: 16 MiB at a time it is 304 GB/s instead of 389.
@@ -151,9 +151,16 @@ class MooncakePeer(OpenPeer):
     reads, for which `close` waits, end with the engine's progress timeout.
     """
 
-    def __init__(self, transport: "MooncakeTransport", endpoint: Endpoint, engine: Engine) -> None:
+    def __init__(
+        self,
+        transport: "MooncakeTransport",
+        endpoint: Endpoint,
+        engine: Engine,
+        way: Way,
+    ) -> None:
         super().__init__(transport, endpoint)
         self.name, self._engine, self._kind = endpoint.name, engine, transport.kind
+        self._way = way
         self._discard = transport.engines.discard
         self.finish_copies = transport.engines.finish_copies
         self.num_free_reads = MAX_READS[transport.kind]  # how many more may be issued
@@ -163,7 +170,7 @@ class MooncakePeer(OpenPeer):
         here = self._transport.endpoint().regions[piece.region].address + piece.local_offset
         there = self._endpoint.regions[piece.region].address + piece.remote_offset
         batch_id = self._engine.raw.batch_transfer_async_read(
-            self.name, [here], [there], [piece.num_bytes]
+            self._way.name, [here], [there], [piece.num_bytes]
         )
         self.num_free_reads -= batch_id != 0
         return batch_id
@@ -179,6 +186,7 @@ class MooncakePeer(OpenPeer):
 
     def _let_go(self) -> None:
         assert self.num_free_reads == MAX_READS[self._kind]
+        self._way.close()
         self._discard(self._engine)
 
 
@@ -194,68 +202,45 @@ class MooncakeTransport(OpenTransport):
     def __init__(self, host: str, kind: str) -> None:
         super().__init__(kind)
         configure(kind)
-        self.engines = Engines(load(), host, kind)
-        self._contacts: set[Endpoint] = set()  # under way; the lock guards them too
+        self.engines = Engines(load(), host.partition(",")[0], kind)  # it has one network
+        self._gate: Gate | None = None
 
     def _serve(self, regions: Sequence[MemoryRegion]) -> tuple[str, bytes]:
         """Start the serving engine; Unsupported if it does not start, or refuses the memory."""
-        name = f"{self.engines.host}:{self.engines.serve(regions)}"
-        log.debug("mooncake serves at %s over %s", name, self.kind)
-        return name, b""
+        secret, listeners = secrets.token_bytes(SECRET_BYTES), self.engines.serve(regions)
+        try:
+            self._gate = Gate(self.engines.host, secret, listeners)
+        except OSError as e:
+            raise Unsupported(f"nobody can listen at {self.engines.host}: {e}") from e
+        return f"{self.engines.host}:{self._gate.port}", secret
 
     def _reach(self, endpoint: Endpoint, timeout_s: float) -> MooncakePeer:
-        """Probe, then read one byte, so that connections are open (see KVTransport.connect).
-
-        A peer that hangs keeps the thread of its first contact for up to 60 s; until that has
-        ended, further calls for the same endpoint raise Unreachable at once.
-        """
-        with self._lock:
-            if endpoint in self._contacts:
-                raise Unreachable(f"{endpoint.name} still does not answer an earlier contact")
-            self._contacts.add(endpoint)
-        reached: Future[Engine] = Future()
-        threading.Thread(
-            target=self._contact, args=(endpoint, reached), name="mooncake-contact", daemon=True
-        ).start()
+        """Probe, then read one byte, so that connections are open (see KVTransport.connect)."""
+        way = Way(endpoint, timeout_s)
+        patience = threading.Timer(timeout_s, way.cut)
+        patience.start()
         try:
-            engine = reached.result(timeout_s)
-        except TimeoutError:
-            if reached.cancel():  # the thread goes on by itself
-                raise Unreachable(f"{endpoint.name} did not answer within {timeout_s} s") from None
-            engine = reached.result()  # it has ended just now
-        return MooncakePeer(self, endpoint, engine)
-
-    def _contact(self, endpoint: Endpoint, reached: Future[Engine]) -> None:
-        """Make first contact: the thread of `connect`, which may have given up meanwhile."""
-        engine, error = None, None
-        try:
-            engine = self._engine_to(endpoint)
-        except Unreachable as e:
-            error = e
+            engine = self._engine_to(endpoint, way.name)
         finally:
-            with self._lock:
-                self._contacts.discard(endpoint)
-        if not reached.set_running_or_notify_cancel():
-            if engine is not None:
-                self.engines.discard(engine)
-        elif engine is not None:
-            reached.set_result(engine)
-        else:
-            reached.set_exception(error)
+            patience.cancel()
+        if self.kind == "rdma":  # the peer's engine asks ours who that is
+            deafen(engine.listeners[0], but=[(way.host, 0)])
+        return MooncakePeer(self, endpoint, engine, way)
 
-    def _engine_to(self, endpoint: Endpoint) -> Engine:
-        """Make an engine that has read a byte from the peer; blocks up to 60 s."""
-        name = endpoint.name
+    def _engine_to(self, endpoint: Endpoint, name: str) -> Engine:
+        """Make an engine that has read a byte from the peer, at a name of ours."""
         if not self.engines.answers(name):
-            raise Unreachable(f"no mooncake engine answers at {name}")
+            raise Unreachable(f"the mooncake engine of {endpoint.name} did not answer")
         try:
             engine = self.engines.make()
         except Unsupported as e:  # it worked at start-up, so this machine has lost something
-            raise Unreachable(f"no engine to reach {name} with: {e}") from e
-        if not engine.warm(endpoint):
+            raise Unreachable(f"no engine to reach {endpoint.name} with: {e}") from e
+        if not engine.warm(name, endpoint):
             self.engines.discard(engine)
             advice = NO_PEER_ACCESS if self.kind == "nvlink" else ""
-            raise Unreachable(f"{name} answers, but a first read of one byte failed{advice}")
+            raise Unreachable(
+                f"{endpoint.name} answers, but a first read of one byte failed{advice}"
+            )
         return engine
 
     def close(self) -> None:
@@ -264,4 +249,6 @@ class MooncakeTransport(OpenTransport):
         Does not wait for engines in first contact with a hung peer; they go when it ends.
         """
         super().close()
+        if self._gate is not None:
+            self._gate.close()
         self.engines.close()

@@ -9,7 +9,6 @@ before, and only then drops the engine. That holds the GIL for 6 ms instead of 1
 """
 
 import ctypes
-import itertools
 import logging
 import mmap
 import os
@@ -28,7 +27,10 @@ import torch
 
 from worker.cache.layout import MemoryRegion
 from worker.errors import Unsupported
+from worker.peers.deaf import deafen
 from worker.transfer.base import Endpoint
+from worker.transfer.doors import cut
+from worker.transfer.mooncake_gate import is_connecting, listens, opening, port_of, sockets_at
 from worker.transfer.mooncake_libraries import explain
 
 log = logging.getLogger("kvlane.transfer")
@@ -53,8 +55,8 @@ PROTOCOL = {"tcp": "tcp", "rdma": "rdma", "nvlink": "nvlink_intra"}
 
 # How long a listener stays in an accept() that it began before its time-out was made short.
 ACCEPT_S = 1.1
-SAY_EVERY = 20  # rounds of ACCEPT_S between warnings that an open connection keeps an engine
-SHORT_TIMEOUT = struct.pack("ll", 0, 1000)  # struct timeval: 1 ms
+SHORT_S = 1e-3
+SHORT_TIMEOUT = struct.pack("ll", 0, 1000)  # struct timeval: SHORT_S
 
 GLOG_LEVEL = "_ZN3fLI17FLAGS_minloglevelE"  # fLI::FLAGS_minloglevel
 GLOG_ERROR, GLOG_FATAL = 2, 3
@@ -120,11 +122,12 @@ class Engine:
     raw: Any  # None once destroyed; nobody else keeps a reference to it
     registered: list[int]  # start addresses
     first_read: int  # address that the byte of `warm` is read to
+    listeners: list[int]  # descriptors, deaf: of handshakes, and of data over TCP
 
-    def warm(self, endpoint: Endpoint) -> bool:
+    def warm(self, name: str, endpoint: Endpoint) -> bool:
         """Resolve the name and open a connection by reading one byte; blocks up to 60 s."""
         theirs = endpoint.regions[0].address
-        return self.raw.transfer_sync_read(endpoint.name, self.first_read, theirs, 1) == 0
+        return self.raw.transfer_sync_read(name, self.first_read, theirs, 1) == 0
 
 
 class Engines:
@@ -139,15 +142,18 @@ class Engines:
         # First reads land here. NVLink registers device memory only, so there they land at the
         # beginning of region 0: in page 0, the sink that nobody reads.
         self._scratch = mmap.mmap(-1, mmap.PAGESIZE)
-        self._lock = threading.Lock()
+        self._lock, self._starting = threading.Lock(), threading.Lock()
         self._serving: Engine | None = None
         self._destroying: list[threading.Thread] = []
 
-    def serve(self, regions: Sequence[MemoryRegion]) -> int:
-        """Register `regions` for good and start the serving engine; its port. Raises as `make`."""
+    def serve(self, regions: Sequence[MemoryRegion]) -> list[int]:
+        """Register `regions` for good and start the serving engine; its listeners.
+
+        Raises as `make`.
+        """
         self._regions = tuple(regions)
         self._serving = self.make()
-        return self._serving.raw.get_rpc_port()
+        return self._serving.listeners
 
     def answers(self, name: str) -> bool:
         """Whether an engine answers at `name`; blocks up to 60 s if its process hangs.
@@ -163,15 +169,19 @@ class Engines:
         Raises Unsupported if it does not start (no card, no port) or refuses the memory.
         """
         self._set_device()
-        raw = self._class()
-        how = self.host, "P2PHANDSHAKE", PROTOCOL[self._kind], ""
-        with _hushed():
-            failed = raw.initialize(*how) != 0
-        if failed and (raw := self._class()).initialize(*how) != 0:  # now with its error lines
+        with self._starting:
+            with _hushed():
+                raw, listeners = opening(self._started)
+            if raw is None:
+                raw, listeners = opening(self._started)  # now with its error lines
+        if raw is None:
             raise Unsupported(
                 f"mooncake does not start over {self._kind}: its log lines on stderr say why "
                 "(no card or link of that kind, or no free port)"
             )
+        known = [port_of(fd) for fd in listeners]
+        if known[:1] != [raw.get_rpc_port()] or len(known) != 1 + (self._kind == "tcp"):
+            raise Unsupported("mooncake listens in a way that cannot be guarded")
         addresses = [region.address for region in self._regions]
         sizes = [region.num_bytes for region in self._regions]
         first_read = addresses[0]
@@ -181,7 +191,13 @@ class Engines:
             sizes.append(len(self._scratch))
         if raw.batch_register_memory(addresses, sizes) != 0:
             raise Unsupported(f"mooncake over {self._kind} refuses to register this memory")
-        return Engine(raw, addresses, first_read)
+        return Engine(raw, addresses, first_read, listeners)
+
+    def _started(self) -> Any:
+        """An engine; None: it does not start."""
+        raw = self._class()
+        how = self.host, "P2PHANDSHAKE", PROTOCOL[self._kind], ""
+        return raw if raw.initialize(*how) == 0 else None
 
     def finish_copies(self) -> None:
         """Wait until the bytes of ended reads are in device memory.
@@ -230,35 +246,15 @@ class Engines:
 def let_listener_stop(port: int) -> None:
     """Return once our listener at `port` looks at its stop flag every few milliseconds.
 
-    Waits until no connection is open: with one, the listener may not look for up to 60 s.
+    It hears nobody any more; with a connection open it might not look for up to 60 s.
     """
-    for sock in _sockets_at(port):
-        if _listens(sock):
+    for sock in sockets_at(port):
+        if listens(sock):
+            deafen(sock.fileno())
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, SHORT_TIMEOUT)
     time.sleep(ACCEPT_S)
-    for rounds in itertools.count(1):
-        if all(_listens(sock) for sock in _sockets_at(port)):
-            return
-        if rounds % SAY_EVERY == 0:
-            log.warning("the mooncake engine of port %d has a connection still, so it stays", port)
-        time.sleep(ACCEPT_S)
-
-
-def _sockets_at(port: int) -> Iterator[socket.socket]:
-    """This process's TCP sockets with this local port, as duplicates, open for one turn."""
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            # Only sockets: closing a duplicate of a file would drop the process's locks on it.
-            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
-                continue
-            sock = socket.fromfd(int(fd), socket.AF_INET, socket.SOCK_STREAM)
-        except OSError:
-            continue  # closed meanwhile
-        with sock:
-            protocol = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL)
-            if protocol == socket.IPPROTO_TCP and sock.getsockname()[1] == port:
-                yield sock
-
-
-def _listens(sock: socket.socket) -> bool:
-    return sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+    for sock in sockets_at(port):
+        if not listens(sock):
+            cut(sock)
+    while is_connecting():  # the destructor, which holds the interpreter's lock, would wait for it
+        time.sleep(SHORT_S)
