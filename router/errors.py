@@ -69,7 +69,8 @@ class ApiError(KvlaneError):
         self.message = message
         self.param = param
         # Who is told to come again is told when.
-        self.retry_after_s = 1.0 if retry_after_s is None and self.status in LATER else retry_after_s
+        later = 1.0 if self.status in LATER else None
+        self.retry_after_s = later if retry_after_s is None else retry_after_s
         self.words = ""  # in place of the message, for Anthropic's clients
         # False: the client shall not try again by itself. Of two with one key one would take the
         # answer from the other; what took too long would take as long again.

@@ -1,7 +1,7 @@
 """Load tools of others: `python -m tests.clients --load [NAME …]`.
 
-Installs each at its newest version, alone, into .tools/newest, and runs its command of
-benchmarks/load/OTHERS.md in a network namespace: against `kvlane serve` with the bundled model,
+Installs each at its newest version, alone, into .tools/newest, and has benchmarks/load/others.sh
+run it in a network namespace: against `kvlane serve` with the bundled model,
 whose counters have to agree with what the tool tells, and against a server whose every second
 stream ends in an error event. Prints a table; ends with 1 where a tool does otherwise than the page
 says.
@@ -27,14 +27,11 @@ from tests.e2e.harness import REPOSITORY, Serve
 from tests.support.patience import HANG_S
 
 PLACE = REPOSITORY / ".tools" / "newest"
-PAGE = (REPOSITORY / "benchmarks" / "load" / "OTHERS.md").read_text(encoding="utf-8")
-SHELL = "".join(re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)).replace("\\\n", "")
-COMMANDS = {line.split()[0]: line for line in SHELL.splitlines()}
+COMMAND = ["bash", str(REPOSITORY / "benchmarks" / "load" / "others.sh")]
 SERVED, BROKEN, BEHIND = (f"http://127.0.0.1:{port}" for port in (8000, 9000, 30000))
 NUM_REQUESTS, NUM_TOKENS = 20, 32  # that the commands ask for, and of each answer
 LIMIT_S = 600.0
 TINY = REPOSITORY / "worker" / "assets" / "tiny"
-ENVIRONMENT = {name: text for name, text in os.environ.items() if name != "HF_HUB_OFFLINE"}
 # Of vLLM's requirements; its client, which runs here without a GPU, has no use for them.
 OF_GPUS = re.compile(
     r"torch|nv|pynv|flashinfer|tilelang|fastsafe|instant|quack|tokenspeed|humming|opencv"
@@ -142,25 +139,27 @@ def run(name: str, url: str, root: Path) -> Told:
     """What the tool tells of a run of its command against `url`. Raises what its failure is."""
     folder = Path(root, f"{name}{url[-4:]}")
     folder.mkdir()
-    shell = COMMANDS["kvlane" if TOOLS[name].is_router else name].replace(SERVED, url)
-    done = subprocess.run(["bash", "-c", shell], **_as_told(name, folder), timeout=LIMIT_S)
+    command = [*COMMAND, "kvlane" if TOOLS[name].is_router else name]
+    done = subprocess.run(command, timeout=LIMIT_S, **_as_told(name, url, folder))
     try:
         return TOOLS[name].read(folder)
     except (OSError, ValueError, KeyError) as error:
         raise RuntimeError(f"{error!r}\n{done.stdout[-4000:]}") from error
 
 
-def _as_told(name: str, folder: Path) -> dict[str, Any]:
+def _as_told(name: str, url: str, folder: Path) -> Any:
     path = f"{PLACE / name / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    own = {"TOKENIZER": str(TINY), "PATH": path, "HOME": str(folder)}
+    own = {"URL": url, "PATH": path, "HOME": str(folder)}
+    if url == BROKEN:  # which says nothing about a model
+        own |= {"MODEL": "tiny", "TOKENIZER": str(TINY)}
     return {
-        "cwd": folder, "env": ENVIRONMENT | own, "text": True, "stdin": subprocess.DEVNULL,
+        "cwd": folder, "env": os.environ | own, "text": True, "stdin": subprocess.DEVNULL,
         "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT,
     }  # fmt: skip
 
 
 @contextmanager
-def beside(command: list[str], url: str, **how: Any) -> Iterator[str]:
+def beside(command: list[str], url: str, how: Any) -> Iterator[str]:
     """The URL of a process that answers there."""
 
     def answers() -> bool:
@@ -169,7 +168,7 @@ def beside(command: list[str], url: str, **how: Any) -> Iterator[str]:
         except httpx.TransportError:
             return False
 
-    process = subprocess.Popen(command, **how | {"stdout": None, "stderr": None})
+    process = subprocess.Popen(command, **how | {"stdout": subprocess.DEVNULL})
     try:
         deadline = time.monotonic() + HANG_S
         while not answers():
@@ -186,8 +185,7 @@ def compared(name: str, root: Path) -> tuple[str, ...]:
     tool, before, server = TOOLS[name], counters(), Told(0, 0)
     try:
         if tool.is_router:
-            shell = ["bash", "-c", "exec " + COMMANDS[name]]
-            with beside(shell, BEHIND, **_as_told(name, root)) as url:
+            with beside([*COMMAND, name], BEHIND, _as_told(name, SERVED, root)) as url:
                 told = run(name, url, root)
             broken = "-"
         else:
@@ -200,7 +198,7 @@ def compared(name: str, root: Path) -> tuple[str, ...]:
     as_said = server - trials == told and told.served == NUM_REQUESTS
     as_said &= broken in ("-", str(NUM_REQUESTS // (1 if tool.counts_broken else 2)))
     version = _installed(name).version if tool.install else "here"
-    told_and_counted = (f"{a} / {b}" for a, b in zip(told, server, strict=True))
+    told_and_counted = (f"{a}/{b}" for a, b in zip(told, server, strict=True))
     return name, version, *told_and_counted, broken, "" if as_said else "not as the page says"
 
 
@@ -211,10 +209,10 @@ def main(names: list[str]) -> list[tuple[str, ...]]:
     stub = [sys.executable, "-m", "benchmarks.load", "stub", "--port", BROKEN[-4:]]
     try:
         serve.wait_ready()
-        with beside([*stub, "--break-every", "2"], BROKEN, cwd=REPOSITORY):
+        with beside([*stub, "--break-every", "2"], BROKEN, {"cwd": REPOSITORY}):
             rows = [compared(name, root) for name in names]
     finally:
         serve.end()
         shutil.rmtree(root, ignore_errors=True)
-    head = ("tool", "version", "served: told / counted", "tokens", "of 20, 10 broken", "")
+    head = ("tool", "version", "told/counted", "their tokens", "of 20, 10 broken", "")
     return [head, *rows]

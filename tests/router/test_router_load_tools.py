@@ -1,4 +1,4 @@
-"""What the load tools of benchmarks/load/OTHERS.md send: answered whole, with usage at the end."""
+"""What the load tools of benchmarks/load/others.sh send: answered whole, with usage at the end."""
 
 from typing import Any
 
