@@ -178,7 +178,8 @@ async def serve(options: StubOptions, host: str, port: int) -> None:
         return response
 
     app = web.Application(client_max_size=1 << 30)
-    app.router.add_get("/v1/models", listed)
+    for path in ("/v1/models", "/health"):
+        app.router.add_get(path, listed)
     for path in ("/v1/chat/completions", "/v1/completions"):
         app.router.add_post(path, answered)
     gc.freeze()  # a collection would be a delay

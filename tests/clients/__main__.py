@@ -108,9 +108,9 @@ def check(name: str, url: str) -> Row:
 
 def table(rows: list[Row]) -> str:
     """A line for each client."""
-    lines = [("client", "version", "by default", "result")]
+    lines = [("client", "version", "by default", "checks")]
     for row in rows:
-        result = f"{len(row.passed)} checks passed" if not row.error else "FAILED"
+        result = str(len(row.passed)) if not row.error else "FAILED"
         lines.append((row.name, row.version, CLIENTS[row.name].default, result))
     return aligned(lines)
 

@@ -13,9 +13,9 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ import httpx
 from packaging.requirements import Requirement
 
 from tests.e2e.harness import REPOSITORY, Serve
-from tests.support.patience import HANG_S
+from tests.support.patience import HANG_S, until
 
 PLACE = REPOSITORY / ".tools" / "newest"
 COMMAND = ["bash", str(REPOSITORY / "benchmarks" / "load" / "others.sh")]
@@ -38,80 +38,48 @@ OF_GPUS = re.compile(
 )
 
 
-class Told(NamedTuple):
-    """Requests that were served, and their output tokens."""
-
-    served: int
-    tokens: int
-
-    def __sub__(self, before: tuple[int, int]) -> "Told":
-        return Told(self.served - before[0], self.tokens - before[1])
+Counts = list[int]  # requests that were served, and their output tokens
 
 
 class Tool(NamedTuple):
-    """read: what it has told, of the folder in which it ran."""
+    """file: in which it tells, at `served` and `tokens`."""
 
-    read: Callable[[Path], Told]
-    install: tuple[str, ...] = ()  # arguments of pip
+    file: str
+    served: str
+    tokens: str
     trials: int = 0  # requests that it sends beforehand and does not count
     counts_broken: bool = False  # it takes a stream that ends in an error event as served
-    is_router: bool = False  # kvlane's own bench asks through it
 
 
-def _json(folder: Path, pattern: str) -> Any:
-    (path,) = folder.glob(pattern)
-    return json.loads(path.read_text())
-
-
-def _guidellm(folder: Path) -> Told:
-    told = _json(folder, "guidellm.json")["benchmarks"][0]["metrics"]
-    tokens = told["output_token_count"]["successful"]["total_sum"]
-    return Told(told["request_totals"]["successful"], round(tokens))
-
-
-def _aiperf(folder: Path) -> Told:
-    told = _json(folder, "aiperf/profile_export_aiperf.json")
-    return Told(*(round(told[name]["avg"]) for name in ("request_count", "total_output_tokens")))
-
-
-def _vllm(folder: Path) -> Told:
-    told = _json(folder, "vllm.json")
-    return Told(told["completed"], told["total_output_tokens"])
-
-
-def _inference_perf(folder: Path) -> Told:
-    told = _json(folder, "reports-*/summary_lifecycle_metrics.json")["successes"]
-    return Told(told["count"], round(told["output_tokens"]["total"]))
-
-
-def _kvlane(folder: Path) -> Told:
-    (told,) = _json(folder, "kvlane.json")["summaries"]
-    return Told(told["requests"]["served"], told["tokens"]["output"])
-
-
+OWN = Tool("kvlane.json", "summaries.0.requests.served", "summaries.0.tokens.output")
+METRICS = "benchmarks.0.metrics."
 TOOLS = {
-    "kvlane": Tool(_kvlane),
-    "guidellm": Tool(_guidellm, ("guidellm", "torch")),
-    "aiperf": Tool(_aiperf, ("aiperf",), counts_broken=True),
-    "vllm": Tool(_vllm, ("--no-deps", "vllm"), trials=1, counts_broken=True),
-    "inference-perf": Tool(_inference_perf, ("inference-perf",), counts_broken=True),
-    "vllm-router": Tool(_kvlane, ("vllm-router",), is_router=True),
+    "kvlane": OWN,
+    "guidellm": Tool("guidellm.json", f"{METRICS}request_totals.successful",
+                     f"{METRICS}output_token_count.successful.total_sum"),
+    "aiperf": Tool("aiperf/profile_export_aiperf.json", "request_count.avg",
+                   "total_output_tokens.avg", 0, True),
+    "vllm": Tool("vllm.json", "completed", "total_output_tokens", 1, True),
+    "inference-perf": Tool("reports-*/summary_lifecycle_metrics.json", "successes.count",
+                           "successes.output_tokens.total", 0, True),
+    "vllm-router": OWN,  # kvlane's own bench asks through it
 }  # fmt: skip
 
 
 def install(names: list[str]) -> None:
     """The newest versions; a folder for each tool."""
-    for name in filter(lambda name: TOOLS[name].install, names):
+    for name in filter("kvlane".__ne__, names):
         print(f"installing {name}", flush=True)
         place = PLACE / name
         if name == "inference-perf":  # it asks for Python 3.12, and runs on 3.11; uv would not
             subprocess.run([sys.executable, "-m", "venv", place], check=True)
             pip = [place / "bin" / "python", "-m", "pip", "install", "--quiet", "--upgrade"]
             anyway = ("--ignore-requires-python", "--only-binary=:all:")
-            subprocess.run([*pip, *anyway, *TOOLS[name].install], cwd=place, check=True)
+            subprocess.run([*pip, *anyway, name], cwd=place, check=True)
             continue
         make = [REPOSITORY / "tests" / "support" / "venv", place, "--upgrade"]
-        subprocess.run([*make, *TOOLS[name].install], check=True)
+        extra = {"vllm": "--no-deps", "guidellm": "torch"}.get(name, "--upgrade")
+        subprocess.run([*make, extra, name], check=True)
         if name == "vllm":
             wanted = (Requirement(text) for text in _installed(name).requires or ())
             chosen = [each for each in wanted if not OF_GPUS.match(each.name.lower())]
@@ -124,27 +92,33 @@ def _installed(name: str) -> Distribution:
     return next(iter(distributions(name=name, path=[str(places)])))
 
 
-def counters() -> Told:
+def counters() -> Counts:
     """What the server has counted so far."""
     page = httpx.get(f"{SERVED}/metrics").text
-    lines = [line for line in page.splitlines() if 'role="router"' in line]
-    served = r'kvlane_requests_total\{.*outcome="(stop|length)".* '
-    found = (served, r"kvlane_generation_tokens_total\{.* ")
-    return Told(
-        *(sum(int(float(re.sub(p, "", x))) for x in lines if re.match(p, x)) for p in found)
-    )
+    ours = r'\{.*role="router".* (\d+)'
+    served = re.findall(rf'^kvlane_requests_total(?=.*"(?:stop|length)"){ours}', page, re.MULTILINE)
+    tokens = re.findall(rf"^kvlane_generation_tokens_total{ours}", page, re.MULTILINE)
+    return [sum(map(int, served)), sum(map(int, tokens))]
 
 
-def run(name: str, url: str, root: Path) -> Told:
+def run(name: str, url: str, root: Path) -> Counts:
     """What the tool tells of a run of its command against `url`. Raises what its failure is."""
     folder = Path(root, f"{name}{url[-4:]}")
     folder.mkdir()
-    command = [*COMMAND, "kvlane" if TOOLS[name].is_router else name]
+    command = [*COMMAND, "kvlane" if TOOLS[name] is OWN else name]
     done = subprocess.run(command, timeout=LIMIT_S, **_as_told(name, url, folder))
     try:
-        return TOOLS[name].read(folder)
-    except (OSError, ValueError, KeyError) as error:
+        (path,) = folder.glob(TOOLS[name].file)
+        told = json.loads(path.read_text())
+        return [round(_at(told, where)) for where in TOOLS[name][1:3]]
+    except (OSError, ValueError, LookupError) as error:
         raise RuntimeError(f"{error!r}\n{done.stdout[-4000:]}") from error
+
+
+def _at(told: Any, where: str) -> float:
+    return reduce(
+        lambda part, key: part[int(key) if key.isdigit() else key], where.split("."), told
+    )
 
 
 def _as_told(name: str, url: str, folder: Path) -> Any:
@@ -152,10 +126,8 @@ def _as_told(name: str, url: str, folder: Path) -> Any:
     own = {"URL": url, "PATH": path, "HOME": str(folder)}
     if url == BROKEN:  # which says nothing about a model
         own |= {"MODEL": "tiny", "TOKENIZER": str(TINY)}
-    return {
-        "cwd": folder, "env": os.environ | own, "text": True, "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT,
-    }  # fmt: skip
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return {"cwd": folder, "env": os.environ | own, "text": True, **pipes}
 
 
 @contextmanager
@@ -170,10 +142,7 @@ def beside(command: list[str], url: str, how: Any) -> Iterator[str]:
 
     process = subprocess.Popen(command, **how | {"stdout": subprocess.DEVNULL})
     try:
-        deadline = time.monotonic() + HANG_S
-        while not answers():
-            assert time.monotonic() < deadline, f"{command} does not answer"
-            time.sleep(0.2)
+        until(answers)
         yield url
     finally:
         process.terminate()
@@ -182,24 +151,23 @@ def beside(command: list[str], url: str, how: Any) -> Iterator[str]:
 
 def compared(name: str, root: Path) -> tuple[str, ...]:
     """A line of the table; the last field is empty if all is as the page says."""
-    tool, before, server = TOOLS[name], counters(), Told(0, 0)
+    tool, before, broken = TOOLS[name], counters(), "-"
     try:
-        if tool.is_router:
+        if name == "vllm-router":
             with beside([*COMMAND, name], BEHIND, _as_told(name, SERVED, root)) as url:
                 told = run(name, url, root)
-            broken = "-"
         else:
             told = run(name, SERVED, root)
-            broken = str(run(name, BROKEN, root).served)
-        server = counters() - before
+            broken = str(run(name, BROKEN, root)[0])
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         return name, "", "", "", "", str(error)
-    trials = tool.trials, tool.trials * NUM_TOKENS
-    as_said = server - trials == told and told.served == NUM_REQUESTS
+    counted = [now - then for now, then in zip(counters(), before, strict=True)]
+    as_said = counted == [told[0] + tool.trials, told[1] + tool.trials * NUM_TOKENS]
+    as_said &= told[0] == NUM_REQUESTS
     as_said &= broken in ("-", str(NUM_REQUESTS // (1 if tool.counts_broken else 2)))
-    version = _installed(name).version if tool.install else "here"
-    told_and_counted = (f"{a}/{b}" for a, b in zip(told, server, strict=True))
-    return name, version, *told_and_counted, broken, "" if as_said else "not as the page says"
+    version = _installed(name).version if name != "kvlane" else "here"
+    pairs = (f"{a}/{b}" for a, b in zip(told, counted, strict=True))
+    return name, version, *pairs, broken, "" if as_said else "not as the page says"
 
 
 def main(names: list[str]) -> list[tuple[str, ...]]:
@@ -210,7 +178,10 @@ def main(names: list[str]) -> list[tuple[str, ...]]:
     try:
         serve.wait_ready()
         with beside([*stub, "--break-every", "2"], BROKEN, {"cwd": REPOSITORY}):
-            rows = [compared(name, root) for name in names]
+            rows: list[tuple[str, ...]] = []
+            for name in names:
+                rows.append(compared(name, root))
+                print(*rows[-1], flush=True)
     finally:
         serve.end()
         shutil.rmtree(root, ignore_errors=True)
