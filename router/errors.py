@@ -20,6 +20,8 @@ STATUS = {
     "body_too_large": 413,
     "rate_limit_exceeded": 429,  # of its API key; Retry-After
     "busy": 429,  # no room until the queue timeout; Retry-After
+    "out_of_pages": 429,
+    "placement": 429,  # an order asks for more than the cluster has room for
     "internal_error": 500,  # our mistake, or a request that was there when two workers died
     "missing_library": 500,
     "worker_lost": 502,  # another process of its worker is gone
@@ -28,10 +30,8 @@ STATUS = {
     "unreachable": 502,
     "incompatible": 502,
     "revoked": 502,
-    "out_of_pages": 503,
-    "world_error": 503,
-    "placement": 503,
-    "no_worker": 503,  # none at present; Retry-After
+    "world_error": 502,
+    "no_worker": 503,  # none lives at present; Retry-After
     "draining": 503,  # the router is; Retry-After
     "timeout": 504,  # the request was not finished in time
 }
@@ -41,6 +41,7 @@ NO_FAULT = frozenset({
     "invalid_api_key", "permission_denied", "model_not_found", "body_too_large",
     "request_timeout", "taken_over", "rate_limit_exceeded",
 })  # fmt: skip
+LATER = (429, 503)
 THREAD = "thread"  # a field; whoever is told that there is no such one sends all messages again
 ANTHROPIC = "/v1/messages"  # paths that begin so answer in Anthropic's form
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -67,7 +68,9 @@ class ApiError(KvlaneError):
         self.code = code
         self.message = message
         self.param = param
-        self.retry_after_s = retry_after_s
+        # Who is told to come again is told when.
+        later = 1.0 if self.status in LATER else None
+        self.retry_after_s = later if retry_after_s is None else retry_after_s
         self.words = ""  # in place of the message, for Anthropic's clients
         # False: the client shall not try again by itself. Of two with one key one would take the
         # answer from the other; what took too long would take as long again.

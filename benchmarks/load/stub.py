@@ -20,6 +20,7 @@ import msgspec
 from benchmarks.load.pacer import Pacer, now
 
 WORD = " word"
+END = b"\n\ndata: [DONE]\n\n"
 JSON, STREAM = "application/json", "text/event-stream"
 
 
@@ -33,6 +34,7 @@ class StubOptions(msgspec.Struct, frozen=True):
     stall_after: int = 0  # when it has read so many requests, it stands still ...
     stall_s: float = 0.0  # ... for so long: what is due meanwhile leaves at the end
     fail_every: int = 0  # every n-th request gets a 503; 0 = none
+    break_every: int = 0  # every n-th stream ends in an error event
     seed: int = 0
 
 
@@ -93,7 +95,7 @@ class Stub:
         options, index = self._options, next(self._indices)
         if options.stall_s and index == options.stall_after:
             self._stall = arrived, arrived + options.stall_s
-        if options.fail_every and index % options.fail_every == options.fail_every - 1:
+        if _is_nth(index, options.fail_every):
             return Answer(503, JSON, [(arrived, _error("as asked", "busy"))])
         num_tokens = body.max_completion_tokens or body.max_tokens or options.num_tokens
         each = delays(options, body.last_prompt)
@@ -101,6 +103,8 @@ class Stub:
         if not body.stream:
             return Answer(200, JSON, [(due[-1], _whole(chat, num_tokens))])
         piece, last = _stream(chat, num_tokens)
+        if _is_nth(index, options.break_every):
+            last = b"data: " + _error("as asked", "worker_lost") + END
         pieces = [*[piece] * (num_tokens - 1), last]
         return Answer(200, STREAM, list(zip(due, pieces, strict=True)))
 
@@ -108,6 +112,10 @@ class Stub:
         """When what is due at `due` leaves: at the end of the stall if it falls into one."""
         begin, end = self._stall
         return end if begin <= due < end else due
+
+
+def _is_nth(index: int, every: int) -> bool:
+    return every > 0 and index % every == every - 1
 
 
 def _error(message: str, code: str) -> bytes:
@@ -129,8 +137,7 @@ def _stream(chat: bool, num_tokens: int) -> tuple[bytes, bytes]:
     kind = "chat.completion.chunk" if chat else "text_completion"
     choice: dict[str, Any] = {"delta": {"content": WORD}} if chat else {"text": WORD}
     last = _object(kind, [choice], "length"), _object(kind, []) | _usage(num_tokens)
-    end = b"".join(map(_event, last)) + b"data: [DONE]\n\n"
-    return _event(_object(kind, [choice])), end
+    return _event(_object(kind, [choice])), b"".join(map(_event, last)) + END[2:]
 
 
 def _object(kind: str, choices: list[dict[str, Any]], reason: str | None = None) -> dict[str, Any]:
@@ -171,7 +178,8 @@ async def serve(options: StubOptions, host: str, port: int) -> None:
         return response
 
     app = web.Application(client_max_size=1 << 30)
-    app.router.add_get("/v1/models", listed)
+    for path in ("/v1/models", "/health"):
+        app.router.add_get(path, listed)
     for path in ("/v1/chat/completions", "/v1/completions"):
         app.router.add_post(path, answered)
     gc.freeze()  # a collection would be a delay

@@ -311,15 +311,14 @@ class Dispatcher:
 
     def _waited(self, req: Req, late_s: float) -> None:
         """The queue timeout has passed, or will: no decode worker has room, or there is none."""
-        code, message = "no_worker", "no decode worker is alive"
-        if req.tokens:
-            message = "every decode worker has another model by now"
-        elif self._members.live("decode"):
-            code, message = "busy", "no decode worker had room in time"
-        if late_s:
-            message = "no decode worker will have room in time"
+        when = "will have" if late_s else "had"
+        code, message = "busy", f"no decode worker {when} room in time"
         if not self._members.expects_decode:
             code, message, late_s = "no_worker", NONE_EXPECTED, NONE_EXPECTED_S
+        elif not self._members.live("decode"):
+            code, message = "no_worker", "no decode worker is alive"
+        elif req.tokens:
+            code, message = "worker_lost", "every decode worker has another model by now"
         self.give_up(req, ApiError(code, message, retry_after_s=max(1, math.ceil(late_s))))
 
     def _end(self, req: Req, last: Delta) -> None:
@@ -381,8 +380,7 @@ def _failure(error: Error | None) -> ApiError:
     """What a worker's typed error means to the client."""
     if error is None:
         return ApiError("world_error", "the worker gave the request up")
-    retry_after_s = 1.0 if error.code in ("busy", "out_of_pages") else None
-    return ApiError(error.code, error.message, param=error.param, retry_after_s=retry_after_s)
+    return ApiError(error.code, error.message, param=error.param)
 
 
 def _suspected() -> ApiError:
@@ -393,4 +391,4 @@ def _suspected() -> ApiError:
 
 
 def _stopping() -> ApiError:
-    return ApiError("draining", "the router is stopping", retry_after_s=1)
+    return ApiError("draining", "the router is stopping")

@@ -72,7 +72,7 @@ class Admission:
         if self.keys is not None:
             self.keys.check(client)
         if self._front.draining:
-            raise ApiError("draining", "the router is draining", retry_after_s=1)
+            raise ApiError("draining", "the router is draining")
 
     def begin(self, client: str, reqs: Sequence[Req]) -> None:
         """A request with these choices begins; raises an ApiError, 429, if they are too many."""
@@ -94,4 +94,4 @@ class Admission:
         if client and dispatcher.num_of(client) + num_choices > max(1, most // 16):
             most -= most // 8
         if dispatcher.num_choices + num_choices > most:
-            raise ApiError("busy", "this router is at its limit of requests", retry_after_s=1)
+            raise ApiError("busy", "this router is at its limit of requests")

@@ -117,7 +117,7 @@ COMPACTED: dict[str, Any] = {
 HELLO = [{"role": "user", "content": "Hello"}]
 CARD = {
     "id": "tiny", "object": "model", "created": 1700000000, "owned_by": "kvlane",
-    "max_model_len": 4096,
+    "root": "/models/tiny", "max_model_len": 4096,
 }  # fmt: skip
 
 HTML = (Content("text/html", None, "<!doctype html>…"),)

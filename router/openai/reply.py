@@ -222,6 +222,7 @@ class Model(Struct, kw_only=True):
     object: str = "model"
     created: int
     owned_by: str = "kvlane"
+    root: str  # the directory of the model and its tokenizer, at the server
     max_model_len: int
     default_sampling_params: dict[str, float] = {}
     simulated_accept_len: float | UnsetType = UNSET  # answers are junk: acceptance is simulated

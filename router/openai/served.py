@@ -45,14 +45,15 @@ class Served:
         return Model(
             id=self.model,
             created=self.started_at,
+            root=str(self.text.directory),
             max_model_len=self.max_model_len,
             default_sampling_params=self.defaults.model_dump(),
             simulated_accept_len=self.simulated_accept_len or UNSET,
         )
 
     def check_model(self, name: str) -> None:
-        """Raise an ApiError, 404, for another model's name; an empty name means this one."""
-        if name and name != self.model:
+        """Raise an ApiError, 404, for another model; its `root` and an empty name mean this one."""
+        if name not in ("", self.model, str(self.text.directory)):
             message = f"the model {name!r} does not exist; {self.model!r} is served here"
             raise ApiError("model_not_found", message, param="model")
 

@@ -67,6 +67,15 @@ def test_the_command_measures_searches_and_reports(tmp_path, capsys, monkeypatch
     assert main(["--url", "http://127.0.0.1:9", "--rate", "5", "--num", "1"]) == 1
 
 
+def test_streams_that_end_in_an_error_event_are_not_served(tmp_path) -> None:
+    path = tmp_path / "a.json"
+    with running_stub(StubOptions(ttft_s=0.01, itl_s=0.002, break_every=3)) as url:
+        asked = ["--url", url, "--num", "12", "--concurrency", "4", "--source", "problems"]
+        assert main([*asked, "--quiet", "--json", str(path)]) == 0
+    requests = read(path).summaries[0]["requests"]
+    assert (requests["served"], requests["errors"]) == (8, {"stream_error": 4})
+
+
 def test_a_server_that_simulates_acceptance_marks_all_that_is_made_of_it(tmp_path, capsys) -> None:
     double = DecodeDouble(script=speak([70, 71, 72], sizes=(1, 2)))
     double.member = msgspec.structs.replace(double.member, simulated_accept_len=2.5)

@@ -2,7 +2,8 @@
 
 Installs the clients that are named (all) into .tools/newest, each alone, starts `kvlane serve`
 with the bundled model in a network namespace, lets one client after the other check it, and prints
-a table. Ends with 1 if one has failed. --offline: what is installed is taken as it is.
+a table. Ends with 1 if one has failed. --offline: what is installed is taken as it is. --load: load
+tools instead (`load.py`).
 """
 
 import argparse
@@ -13,9 +14,11 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.clients import load
 from tests.e2e.harness import INSIDE, REPOSITORY, Serve, enter_namespace_of
 
 CHECKS = REPOSITORY / "tests" / "clients"
@@ -105,30 +108,47 @@ def check(name: str, url: str) -> Row:
 
 def table(rows: list[Row]) -> str:
     """A line for each client."""
-    lines = [("client", "version", "by default", "result")]
+    lines = [("client", "version", "by default", "checks")]
     for row in rows:
-        result = f"{len(row.passed)} checks passed" if not row.error else "FAILED"
+        result = str(len(row.passed)) if not row.error else "FAILED"
         lines.append((row.name, row.version, CLIENTS[row.name].default, result))
-    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    return aligned(lines)
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """The columns of a table side by side."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
 
 
+def _load(names: list[str]) -> int:
+    rows = load.main(names)
+    print(aligned([row[:-1] for row in rows]))
+    failed = [f"{row[0]}: {row[-1]}" for row in rows if row[-1]]
+    print(*failed, sep="\n")
+    return int(bool(failed))
+
+
 def main() -> int:
     """The exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CLIENTS))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join((*CLIENTS, *load.TOOLS)))
+    parser.add_argument("--load", action="store_true", help="load tools")
     parser.add_argument("--offline", action="store_true", help="install nothing")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
-    if unknown := set(args.names) - set(CLIENTS):
-        parser.error(f"no client {', '.join(sorted(unknown))}; there are {', '.join(CLIENTS)}")
-    names = args.names or list(CLIENTS)
+    known = load.TOOLS if args.load else CLIENTS
+    if unknown := set(args.names) - set(known):
+        parser.error(f"there is no {', '.join(sorted(unknown))}, but {', '.join(known)}")
+    names = args.names or list(known)
     if not os.environ.get(INSIDE) and not args.offline:
-        install(names)
+        (load.install if args.load else install)(names)
     enter_namespace_of("tests.clients")
+    if args.load:
+        return _load(names)
     root = Path("/tmp") / f"clients{os.getpid()}"
     serve = Serve(root).start("--prefill", "1")
     try:

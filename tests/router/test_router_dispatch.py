@@ -319,7 +319,7 @@ def test_what_one_model_has_begun_no_other_goes_on_with(serve: Serve, ask: Ask, 
         known = router.front.dispatcher._members.get(same.member.peer)
         wait_until(lambda: came(router) == 3 and known.stats.draining)
         router.update_members([other.member])
-        assert failed(begun)[:2] == (503, "no_worker")
+        assert failed(begun)[:2] == (502, "worker_lost")
     finally:
         other.die()
         same.die()

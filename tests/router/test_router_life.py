@@ -235,7 +235,7 @@ def test_deadline_is_a_typed_error_and_an_abort(
 
 @pytest.mark.parametrize(
     ("code", "status"),
-    [("worker_lost", 502), ("timeout", 504), ("out_of_pages", 503), ("invalid_value", 400)],
+    [("worker_lost", 502), ("timeout", 504), ("out_of_pages", 429), ("invalid_value", 400)],
 )
 def test_error_of_the_worker_reaches_the_client(
     serve: Serve, ask: Ask, ids: Ids, code: str, status: int
@@ -252,7 +252,9 @@ def test_error_of_the_worker_reaches_the_client(
         if num_tokens:
             assert ended(future)[2] == code
         else:
-            assert failed(future)[:2] == (status, code)
+            *told, headers = failed(future)
+            assert told == [status, code]
+            assert headers.get("retry-after") == ("1" if status == 429 else None)
         double.expect(Ack)
 
 
