@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 from msgspec.json import encode as to_json
+from msgspec.structs import replace
 
 from router.adapters.blocks import Block, Blocks, Kind, Step
-from router.adapters.store import Item, Kept, ResponseStore
+from router.adapters.store import NOTHING, OPEN, Kept, ResponseStore
 from router.dispatch.mailbox import Delta
 from router.dispatch.queue import Req, counted
 from router.errors import ApiError
@@ -24,21 +26,24 @@ KINDS: dict[Kind, tuple[str, str, str]] = {  # what ids begin with; of the text:
     "custom": ("ctc", "input", "custom_tool_call_input"),
 }
 CALLS = {"call": "function_call", "custom": "custom_tool_call"}  # types of items
+TOO_LARGE = "the answer is larger than router.stored_response_mib"
 UNFIT = re.compile(r"[^A-Za-z0-9_-]")  # for an id, which stands in paths
 STREAM_ENDS = {"completed": "response.completed", "incomplete": "response.incomplete"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
-    """What a response needs of its request."""
+    """What a response needs of its request. parts: its conversation, until the store has it."""
 
     head: Mapping[str, Any]
     owner: str
-    inputs: Sequence[Item]
-    conversation: Sequence[Item]
+    tag: str  # of this router
+    parts: Sequence[bytes]
     store: ResponseStore
     spaces: Mapping[str, tuple[str, str]]  # `spaces_of`
     think_end: int | None  # the token behind which reasoning has ended, if there is such a one
+    keeps: bool = True
+    is_background: bool = False  # nobody waits for it
 
 
 class ResponseAnswer(AnswerForm):
@@ -50,23 +55,34 @@ class ResponseAnswer(AnswerForm):
         assert isinstance(prepared.writer, ChatWriter)
         self._asked, self._writer, self._reqs = asked, prepared.writer, reqs
         self._blocks = Blocks(prepared.writer)
-        self._unique_id = UNFIT.sub("_", unique_id)  # a client's own part may hold anything
+        # A client's own part of an id may hold anything.
+        self._unique_id = f"{UNFIT.sub('_', unique_id)}-{asked.tag}"
         self._num_events = 0
         self._num_told = 0  # logprobs of the last text
+        self.name = f"resp_{self._unique_id}"
         self._head: dict[str, Any] = {
-            "id": f"resp_{self._unique_id}", "created_at": int(time.time()), **asked.head,
+            "id": self.name, "created_at": int(time.time()), **asked.head,
         }  # fmt: skip
+        self._begun = self._response(OPEN, [])
+        self._begin(self._begun)
+
+    def _begin(self, begun: Kept) -> None:
+        """Keep it from now on, with its conversation, which is then the store's alone to hold."""
+        asked = self._asked
+        if asked.keeps:
+            asked.store.put(replace(begun, parts=(*asked.parts, NOTHING)))
+        asked.parts = ()
 
     def whole(self, answers: Sequence[Delta]) -> bytes:
         for _ in self._steps(answers[0]):
             pass
-        return to_json(self._ended())
+        return self._ended().shown
 
     def events(self, deltas: list[Delta]) -> bytes:
         events = list[bytes]()
         for delta in merged(deltas):
             if not self._num_events:
-                begun = self.begin()
+                begun = Raw(self._begun.shown)
                 events += [
                     self._event(f"response.{name}", response=begun)
                     for name in ("created", "in_progress")
@@ -76,49 +92,60 @@ class ResponseAnswer(AnswerForm):
 
     def end(self) -> bytes:
         response = self._ended()
-        return self._event(STREAM_ENDS[response["status"]], response=response)
+        return self._event(STREAM_ENDS[response.status], response=Raw(response.shown))
 
     def failed(self, error: ApiError) -> bytes:
-        why = {"code": "server_error", "message": error.message}
-        response = self._response("failed", [], error=why)
-        self._keep(response)
-        return self._event("response.failed", response=response)
+        response = self._failed(error.message)
+        if self._num_events or self.is_background:  # else nobody knows its name
+            self._keep(response)
+        return self._event("response.failed", response=Raw(response.shown))
+
+    def close(self) -> None:
+        self._asked.store.close(self._asked.owner, self.name)
 
     @property
     def is_background(self) -> bool:
         """Whether nobody waits for it."""
-        return self._head["background"]
+        return self._asked.is_background
 
-    def begin(self) -> dict[str, Any]:
-        """The response while it is being made; one that nobody waits for is kept from now on."""
-        response = self._response("in_progress", [])
-        if self.is_background:
-            self._keep(response)
-        return response
+    @property
+    def begun(self) -> bytes:
+        """The response while it is being made."""
+        return self._begun.shown
 
-    def _ended(self) -> dict[str, Any]:
+    def _ended(self) -> Kept:
         is_cut, is_limit = self._blocks.is_cut, self._blocks.reason == "length"
         output = [self._item(block, whole=True) for block in self._blocks.all]
         status = "incomplete" if is_cut else "completed"
-        thought = any(block.kind == "reasoning" for block in self._blocks.all)
-        response = self._response(
-            status, output,
-            usage=_usage(self._reqs, thought=thought, think_end=self._asked.think_end),
-            completed_at=None if is_cut else int(time.time()),
-            incomplete_details={"reason": "max_output_tokens"} if is_limit else None,
-        )  # fmt: skip
-        self._keep(response)
+        more = {
+            "usage": self._usage(),
+            "completed_at": None if is_cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_limit else None,
+        }
+        response = self._response(status, output, **more)
+        if not self._keep(response):
+            if self.is_background:  # who polls learns it
+                self._keep(self._failed(TOO_LARGE))
+            response = self._response(status, output, **more, store=False)
         return response
 
-    def _response(self, status: str, output: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        empty = dict.fromkeys(("error", "incomplete_details", "usage", "completed_at"))
-        return {**self._head, "status": status, "output": output, **empty, **more}
+    def _usage(self) -> dict[str, Any]:
+        thought = any(block.kind == "reasoning" for block in self._blocks.all)
+        return _usage(self._reqs, thought=thought, think_end=self._asked.think_end)
 
-    def _keep(self, response: Mapping[str, Any]) -> None:
-        asked = self._asked
-        if response["store"]:
-            conversation = [*asked.conversation, *response["output"]]
-            asked.store.put(Kept(asked.owner, response, asked.inputs, conversation))
+    def _failed(self, message: str) -> Kept:
+        return self._response("failed", [], error={"code": "server_error", "message": message})
+
+    def _response(self, status: str, output: list[dict[str, Any]], **more: Any) -> Kept:
+        """As it is shown; of its conversation it has its output alone."""
+        empty = dict.fromkeys(("error", "incomplete_details", "usage", "completed_at"))
+        asked, head = self._asked, {**self._head, **empty, "store": self._asked.keeps, **more}
+        made = to_json(output) if output else NOTHING
+        return Kept(asked.owner, self.name, to_json(head), (made,), status, asked.is_background)
+
+    def _keep(self, response: Kept) -> bool:
+        """Whether it is kept, if it is to be."""
+        return not self._asked.keeps or self._asked.store.end(response)
 
     def _steps(self, delta: Delta) -> Iterator[Step]:
         found = self._writer.logprobs(delta)

@@ -284,6 +284,8 @@ class RouterServer:
             self._beat(loop, wire)
             self.front.period.keep(loop)
             await self._serve(listeners)
+            if self.front.hand_over is not None:
+                await self.front.hand_over()
             await siblings.close()
         finally:
             self.loop = None

@@ -1,55 +1,271 @@
-"""Responses that this router has kept, or another one has."""
+"""Stored responses of all routers: the end of an id says who keeps it, and the others ask there.
 
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+    client ─▶ any router ── its own ─────────────▶ its store
+                    └────── another's ── POST ───▶ that one's store, at its own port
+
+No response is kept twice, so that what is deleted is deleted. What a router keeps that leaves goes
+to another one; then all are asked.
+"""
+
+import asyncio
+import hashlib
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Literal, TypeVar, cast, get_args
 
 import msgspec
+from fastapi import Request, Response
+from msgspec import Raw
+from msgspec.structs import replace
+from starlette.types import Receive, Scope, Send
 
-from router.adapters.response_body import UNFIT
-from router.adapters.store import Kept, MissingResponse, ResponseStore
-from router.show.siblings import Siblings
+from router.adapters.responses import Wanted
+from router.adapters.store import (
+    Kept,
+    MissingResponse,
+    ResponseStore,
+    packed,
+    tag_of,
+    unpacked,
+)
+from router.errors import ApiError
+from router.http.request_body import read_body
+from router.show.front import Front
+from worker.api import Member
 
-MAX_FETCHED = 32  # for one request
+Verb = Literal["shown", "desc", "asc", "all", "last", "delete", "cancel"]
+
+PATH = "/dashboard/responses"
+NAME = re.compile(r"resp_[A-Za-z0-9_-]{1,200}-([0-9a-f]{8})")  # its end: `tag_of` a router
+SMALL_BYTES = 64 << 10  # what is no larger takes no turn, and leaves at once
+NUM_TURNS = 2  # conversations that are larger, prepared at a time
+MAX_WAITING = 32  # for a turn
+HAND_OVER_S = 3.0
+MAX_BATCH_BYTES = 4 << 20
+MAX_HANDED_BYTES = 64 << 20
 
 Result = TypeVar("Result")
 
 
 class StoredResponses:
-    """Looks for what is missing in `store` at the other routers."""
+    """What one router asks of its own store and of the others'."""
 
-    def __init__(self, store: ResponseStore, siblings: Siblings) -> None:
-        self._store, self._siblings = store, siblings
+    def __init__(self, front: Front, store: ResponseStore) -> None:
+        self.store, self._front, self._siblings = store, front, front.siblings
+        self.tag = tag_of(front.siblings.incarnation)
+        self._turns, self._num_waiting = asyncio.Semaphore(NUM_TURNS), 0
+        self._fetched: int = 0  # bytes of responses that are being continued
+        self._showing = Counter[str]()  # bytes on their way to slow clients, by owner
 
-    async def get(self, name: str, owner: str) -> Kept:
-        """Raises a MissingResponse if no router has it."""
+    async def ask(self, verb: Verb, owner: str, name: str) -> bytes:
+        """What the router says that keeps a response.
 
-        async def work() -> Kept:
-            return self._store.get(name, owner)
+        Raises a MissingResponse, what that router has refused, or an ApiError, 429, if it does not
+        answer.
+        """
+        found = NAME.fullmatch(name)
+        if found is None:
+            raise MissingResponse(name)
+        others = self._siblings.routers()
+        keeper = [other for other in others if tag_of(other.incarnation) == found[1]]
+        if found[1] == self.tag:
+            return await self._of_own(verb, owner, name)
+        if keeper:
+            return await self._of_other(keeper[0], verb, owner, name)
+        asked = [self._of_other(other, verb, owner, name) for other in others]
+        answers = await asyncio.gather(
+            self._of_own(verb, owner, name), *asked, return_exceptions=True
+        )
+        kept = [answer for answer in answers if isinstance(answer, bytes)]
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        unknown = [error for error in errors if not isinstance(error, MissingResponse)]
+        # One may have it twice: it is gone when all have said so.
+        if kept and not (unknown and verb in ("delete", "cancel")):
+            return kept[0]
+        raise (unknown or errors)[0]
 
-        return await self.with_all(owner, work)
+    async def answer(self, request: Request) -> Response:
+        """What another router asks of this one: POST /dashboard/responses/{verb}/{owner}/{name}."""
+        asked = request.path_params
+        if asked["verb"] not in get_args(Verb):
+            raise MissingResponse(asked["name"])
+        verb = cast("Verb", asked["verb"])
+        return Response(await self._of_own(verb, asked["owner"], asked["name"]))
 
-    async def with_all(self, owner: str, work: Callable[[], Awaitable[Result]]) -> Result:
-        """What `work` makes, when responses that it misses have come from other routers."""
-        fetched = set[str]()
-        while True:
-            try:
-                return await work()
-            except MissingResponse as missing:
-                name = missing.name
-                if name in fetched or len(fetched) == MAX_FETCHED:
-                    raise
-                if not await self._fetch(name, owner):
-                    raise
-                fetched.add(name)
+    async def with_known(
+        self, owner: str, work: Callable[[Mapping[str, Kept | None], bool], Awaitable[Result]]
+    ) -> Result:
+        """What `work` makes of the responses that it wants, and whether they are to be decoded."""
+        known, fetched = dict[str, Kept | None](), 0
+        try:
+            while True:
+                try:
+                    large = sum(kept.num_bytes for kept in known.values() if kept is not None)
+                    async with self._turn(large):
+                        return await work(known, bool(known))
+                except Wanted as wanted:
+                    names = wanted.names
+                found = await asyncio.gather(*(self._known(owner, *pair) for pair in names.items()))
+                known |= zip(names, found, strict=True)
+                size = sum(kept.num_bytes for kept in found if kept is not None)
+                fetched, self._fetched = fetched + size, self._fetched + size
+                if self._fetched > self.store.max_bytes:
+                    message = "too many stored responses are being continued"
+                    limit = "router.stored_responses_mib"
+                    raise ApiError("busy", f"{message}: {limit}", retry_after_s=1)
+        finally:
+            self._fetched -= fetched
 
-    async def _fetch(self, name: str, owner: str) -> bool:
-        """Whether another router has kept it for this owner; then it is kept here, too."""
-        if UNFIT.search(name) is not None:
-            return False
-        answers = await self._siblings.ask_routers(f"/dashboard/responses/{name}")
-        for text in filter(None, answers.values()):
-            kept = msgspec.json.decode(text, type=Kept)
-            if kept.owner == owner and kept.response["status"] != "in_progress":
-                self._store.put(kept)
-                return True
-        return False
+    async def _known(self, owner: str, name: str, param: str) -> Kept | None:
+        try:
+            if name.endswith(self.tag):
+                return self.store.get(owner, name)
+            verb = "all" if param == "previous_response_id" else "last"
+            return unpacked(await self.ask(verb, owner, name))[0][0]
+        except MissingResponse:
+            return None
+        except ApiError as error:
+            error.param = param
+            raise
+
+    async def listed(self, owner: str, name: str, verb: Verb) -> bytes:
+        """The items that a response of this router was asked with."""
+        inputs = self.store.get(owner, name).parts[-2]
+
+        def work() -> bytes:
+            items = msgspec.json.decode(inputs, type=list[dict[str, Raw]])
+            data = [{"id": f"{name}-{i}", **item} for i, item in enumerate(items)]
+            if verb == "desc":
+                data.reverse()
+            ids: list[object] = [item["id"] for item in data] or [""]
+            about = {"object": "list", "first_id": ids[0], "last_id": ids[-1], "has_more": False}
+            return msgspec.json.encode({"data": data, **about})
+
+        if len(inputs) <= SMALL_BYTES:
+            return work()
+        async with self._turn(len(inputs)):
+            return await asyncio.to_thread(work)
+
+    def shown(self, owner: str, raw: bytes) -> Response:
+        """The answer that tells this; raises an ApiError, 429, if too much is on its way."""
+        if len(raw) <= SMALL_BYTES:
+            return Response(raw, media_type="application/json")
+        most = self.store.max_bytes
+        if self._showing.total() + len(raw) > most or self._showing[owner] > most // 4:
+            message = "stored responses are on their way to clients that read slowly"
+            raise ApiError("busy", f"{message}: router.stored_responses_mib", retry_after_s=1)
+        return Slow(raw, owner, self._showing, self._front.served.config.keep_alive_s)
+
+    @asynccontextmanager
+    async def _turn(self, num_bytes: int) -> AsyncGenerator[None]:
+        """Few conversations are decoded at a time, if they are large."""
+        if num_bytes <= SMALL_BYTES:
+            yield
+            return
+        if self._num_waiting >= MAX_WAITING:
+            message = "too many large conversations are being continued"
+            raise ApiError("busy", message, retry_after_s=1)
+        self._num_waiting += 1
+        try:
+            async with self._turns:
+                yield
+        finally:
+            self._num_waiting -= 1
+
+    async def _of_own(self, verb: Verb, owner: str, name: str) -> bytes:
+        match verb:
+            case "shown":
+                return self.store.get(owner, name).shown
+            case "all":
+                return packed([(self.store.get(owner, name), 0.0)])
+            case "last":
+                kept = self.store.get(owner, name)
+                return packed([(replace(kept, parts=kept.parts[-1:]), 0.0)])
+            case "delete":
+                self.store.delete(owner, name)
+                return b"{}"
+            case "cancel":
+                return self.store.cancel(owner, name).shown
+            case _:
+                return await self.listed(owner, name, verb)
+
+    async def _of_other(self, other: Member, verb: Verb, owner: str, name: str) -> bytes:
+        answer = await self._siblings.tell(other, f"{PATH}/{verb}/{owner}/{name}")
+        if answer is not None and answer.status_code == 200:
+            return answer.content
+        if answer is not None and answer.status_code == 404:
+            raise MissingResponse(name)
+        if answer is not None and answer.status_code == 400:
+            raise ApiError("invalid_value", answer.json()["error"]["message"])
+        message = "the router that keeps this response does not answer; try again"
+        raise ApiError("busy", message, retry_after_s=1)
+
+    async def hand_over(self) -> None:
+        """Give what is kept to the other routers, the newest first, as far as there is time."""
+        until, batch, size = time.monotonic() + HAND_OVER_S, list[tuple[Kept, float]](), 0
+        others, seen = list(self._siblings.routers()), set[bytes]()
+        others.sort(key=lambda other: hashlib.blake2b((self.tag + other.peer).encode()).digest())
+        kept = self.store.all()
+        for i, (each, left_s) in enumerate(kept):
+            size += sum(len(part) for part in set(each.parts) - seen) + len(each.head)
+            seen |= set(each.parts)
+            batch.append((each, left_s))
+            if size < MAX_BATCH_BYTES and i + 1 < len(kept):
+                continue
+            while others:
+                answer = await self._siblings.tell(others[0], PATH, packed(batch))
+                if answer is not None and answer.status_code == 200:
+                    break
+                others.pop(0)
+            if not others or time.monotonic() > until:
+                return
+            batch, size, seen = [], 0, set[bytes]()
+            others.append(others.pop(0))
+
+    async def take_over(self, request: Request) -> Response:
+        """POST /dashboard/responses: what a router had kept that leaves."""
+        if self._front.draining:
+            raise ApiError("draining", "the router is draining", retry_after_s=1)
+        raw = await read_body(request, MAX_HANDED_BYTES, HAND_OVER_S)
+        try:
+            handed = unpacked(raw)
+        except (msgspec.MsgspecError, IndexError):
+            raise ApiError("invalid_value", "no responses") from None
+        for kept, left_s in reversed(handed):
+            if NAME.fullmatch(kept.name) is not None and not kept.name.endswith(self.tag):
+                self.store.take(kept, left_s)
+        return Response(b"{}")
+
+
+class Slow(Response):
+    """JSON that may be large: it leaves as its client reads, and is counted meanwhile."""
+
+    def __init__(self, raw: bytes, owner: str, showing: Counter[str], keep_alive_s: float) -> None:
+        super().__init__(None, media_type="application/json")
+        self._raw, self._owner, self._showing, self._keep_alive_s = (
+            raw,
+            owner,
+            showing,
+            keep_alive_s,
+        )
+        self.raw_headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(raw)).encode()),
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raw, num = self._raw, len(self._raw)
+        self._showing[self._owner] += num
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            for at in range(0, num, SMALL_BYTES):
+                part, more = raw[at : at + SMALL_BYTES], at + SMALL_BYTES < num
+                async with asyncio.timeout(self._keep_alive_s):
+                    await send({"type": "http.response.body", "body": part, "more_body": more})
+        except TimeoutError:
+            scope["outlet"].close()
+        finally:
+            self._showing[self._owner] -= num
