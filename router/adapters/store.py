@@ -77,6 +77,11 @@ def part_cost(part: bytes) -> int:
     return PART_BYTES + len(part)
 
 
+def exact(raw: bytes) -> bytes:
+    """The same without what it may hold behind its end: of msgspec's JSON up to half of it."""
+    return bytes(memoryview(raw))
+
+
 def owner_of(client: str) -> str:
     """How a key's name stands in paths."""
     return blake2b(client.encode(), digest_size=8).hexdigest()
@@ -120,12 +125,14 @@ class _Shelf:
     def put(self, kept: Kept, until: float) -> int:
         """Keep it, and share parts that are here already; the bytes that it takes."""
         before = self.num_bytes
-        shared = tuple(self.parts.get(part, (part, 0))[0] for part in kept.parts)
+        shared = tuple(
+            self.parts[part][0] if part in self.parts else exact(part) for part in kept.parts
+        )
         for part in shared:
             num = self.parts.get(part, (part, 0))[1]
             self.num_bytes += 0 if num else part_cost(part)
             self.parts[part] = part, num + 1
-        kept = replace(kept, parts=shared)
+        kept = replace(kept, head=exact(kept.head), parts=shared)
         self.num_bytes += cost_of(kept)
         self.kept[kept.name] = kept, until
         return self.num_bytes - before

@@ -1,6 +1,6 @@
 """Stored responses of several routers against a model of them: a dictionary.
 
-    python -m tests.support.stored_model --routers 4 --operations 10000 --seed 7
+python -m tests.support.stored_model --routers 4 --operations 10000 --seed 7
 """
 
 import argparse
@@ -21,11 +21,11 @@ from tests.fault.router_doubles import CHATML, DecodeDouble, make_model, num_liv
 from tests.support.meeting import introduce
 from tests.support.patience import HANG_S, until
 from tests.support.router_process import router_at
-from worker.api import FinishReason, Generate, Member
+from worker.api import FinishReason, Generate, Member, WorkerStats
 
 KEYS = {"alice": "sk-a", "bob": "sk-b"}
 WORDS = ("one", "two", "the fox", "hello", "stop here", "the end")
-MAX_TURNS = 8
+MAX_TURNS, MAX_MAKING = 8, 16
 Turn = tuple[str, str]  # role and text
 
 
@@ -67,7 +67,8 @@ class Several:
 
     def __post_init__(self) -> None:
         self.text = Text(self.directory)
-        self.double = DecodeDouble(script=self._answer)
+        rows = WorkerStats(max_num_reqs=256, num_free_pages=1000, num_pages=1000)
+        self.double = DecodeDouble(script=self._answer, stats=rows)
 
     def _answer(self, double: DecodeDouble, peer: str, generate: Generate) -> None:
         self.prompts.append(self.text.decode(generate.tokens, skip_special_tokens=False))
@@ -129,6 +130,8 @@ class Law:
         for i in range(num):
             if i and i % 500 == 0:
                 self.renew()
+            while len(self.making) > MAX_MAKING:
+                self.finish()
             (deed,) = self.rng.choices([*self._deeds], [*self._deeds.values()])
             deed()
             self.num_done[deed.__name__] += 1
