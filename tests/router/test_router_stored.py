@@ -130,7 +130,7 @@ def test_what_the_api_does_not_have_is_not_kept(several: Several) -> None:
     ]
     schema = {"type": "object", "properties": {"junk": {"type": "string"}}}
     tool = {"type": "function", "name": "f", "parameters": schema}
-    more = {"text": {"format": {"type": "text", **junk}, **junk}, "reasoning": dict(junk)}
+    more = {"text": {"format": {"type": "text", **junk}, **junk}, "reasoning": {**junk}}
     made = ask(several, 0, "POST", input=inputs, tools=[tool | junk], **more, **junk).json()
     assert made["tools"] == [tool]
     items = ask(several, 1, "GET", f"/{made['id']}/input_items?order=asc").json()["data"]
