@@ -27,17 +27,21 @@ class CompactAnswer(ResponseAnswer):
     The first of its parts is what the user said, the others are all that there was.
     """
 
+    _parts: Sequence[bytes] = ()  # where the store has no room for them
+
     def _begin(self, begun: Kept) -> None:
         asked, self.name = self._asked, f"cmp_{self._unique_id}"
-        asked.store.put(replace(begun, name=self.name, parts=tuple(asked.parts)))
+        if not asked.store.put(replace(begun, name=self.name, parts=tuple(asked.parts))):
+            self._parts = asked.parts
         asked.parts = ()
 
     def whole(self, answers: Sequence[Delta]) -> bytes:
         for _ in self._steps(answers[0]):
             pass
         text = "".join(block.text for block in self._blocks.all if block.kind == "text").strip()
+        asked = self._asked
         try:
-            said, *parts = self._asked.store.get(self._asked.owner, self.name).parts
+            said, *parts = self._parts or asked.store.get(asked.owner, self.name).parts
         except MissingResponse:
             message = "the conversation had to go meanwhile: router.stored_responses_mib is full"
             raise ApiError("busy", message, retry_after_s=1) from None

@@ -11,7 +11,8 @@ from msgspec import Raw
 from msgspec.json import encode as to_json
 from msgspec.structs import replace
 
-from router.adapters.blocks import Block, Blocks, Kind, Step
+from router.adapters.blocks import Blocks, Step
+from router.adapters.response_items import Items
 from router.adapters.store import NOTHING, OPEN, Kept, ResponseStore
 from router.dispatch.mailbox import Delta
 from router.dispatch.queue import Req, counted
@@ -19,13 +20,6 @@ from router.errors import ApiError
 from router.openai.body import AnswerForm, Prepared, event_json, merged
 from router.openai.chat import ChatWriter
 
-KINDS: dict[Kind, tuple[str, str, str]] = {  # what ids begin with; of the text: its field, events
-    "reasoning": ("rs", "text", "reasoning_text"),
-    "text": ("msg", "text", "output_text"),
-    "call": ("fc", "arguments", "function_call_arguments"),
-    "custom": ("ctc", "input", "custom_tool_call_input"),
-}
-CALLS = {"call": "function_call", "custom": "custom_tool_call"}  # types of items
 TOO_LARGE = "the answer is larger than router.stored_response_mib"
 UNFIT = re.compile(r"[^A-Za-z0-9_-]")  # for an id, which stands in paths
 STREAM_ENDS = {"completed": "response.completed", "incomplete": "response.incomplete"}
@@ -57,14 +51,13 @@ class ResponseAnswer(AnswerForm):
         self._blocks = Blocks(prepared.writer)
         # A client's own part of an id may hold anything.
         self._unique_id = f"{UNFIT.sub('_', unique_id)}-{asked.tag}"
+        self._items = Items(self._unique_id, asked.spaces)
         self._num_events = 0
-        self._num_told = 0  # logprobs of the last text
-        self.name = f"resp_{self._unique_id}"
+        self.name, self.is_background = f"resp_{self._unique_id}", asked.is_background
         self._head: dict[str, Any] = {
             "id": self.name, "created_at": int(time.time()), **asked.head,
         }  # fmt: skip
-        self._begun = self._response(OPEN, [])
-        self._begin(self._begun)
+        self._begin(self._response(OPEN, []))
 
     def _begin(self, begun: Kept) -> None:
         """Keep it from now on, with its conversation, which is then the store's alone to hold."""
@@ -82,7 +75,7 @@ class ResponseAnswer(AnswerForm):
         events = list[bytes]()
         for delta in merged(deltas):
             if not self._num_events:
-                begun = Raw(self._begun.shown)
+                begun = Raw(self.begun)
                 events += [
                     self._event(f"response.{name}", response=begun)
                     for name in ("created", "in_progress")
@@ -104,18 +97,13 @@ class ResponseAnswer(AnswerForm):
         self._asked.store.close(self._asked.owner, self.name)
 
     @property
-    def is_background(self) -> bool:
-        """Whether nobody waits for it."""
-        return self._asked.is_background
-
-    @property
     def begun(self) -> bytes:
         """The response while it is being made."""
-        return self._begun.shown
+        return self._response(OPEN, []).shown
 
     def _ended(self) -> Kept:
         is_cut, is_limit = self._blocks.is_cut, self._blocks.reason == "length"
-        output = [self._item(block, whole=True) for block in self._blocks.all]
+        output = [self._items.item(block, whole=True) for block in self._blocks.all]
         status = "incomplete" if is_cut else "completed"
         more = {
             "usage": self._usage(),
@@ -152,50 +140,8 @@ class ResponseAnswer(AnswerForm):
         scored = () if found is None else found.content
         return self._blocks.feed(delta, [msgspec.to_builtins(token) for token in scored])
 
-    def _item(self, block: Block, *, whole: bool) -> dict[str, Any]:
-        """An item; one that begins is empty."""
-        begin, of, _ = KINDS[block.kind]
-        item: dict[str, Any] = {
-            "id": f"{begin}_{self._unique_id}-{block.index}",
-            "status": "in_progress" if not whole else "incomplete" if block.is_cut else "completed",
-        }
-        if block.kind in CALLS:
-            call = {"type": CALLS[block.kind], "call_id": block.id, **self._named(block)}
-            return item | call | {of: block.text if whole else ""}
-        parts = [_part(block, whole=True)] if whole else []
-        if block.kind == "reasoning":
-            return item | {"type": "reasoning", "summary": [], "content": parts}
-        return item | {"type": "message", "role": "assistant", "content": parts}
-
-    def _named(self, block: Block) -> dict[str, str]:
-        space = self._asked.spaces.get(block.name)
-        return {"name": block.name} if space is None else {"namespace": space[0], "name": space[1]}
-
     def _told(self, step: Step) -> bytes:
-        move, block, text = step
-        _, of, name = KINDS[block.kind]
-        is_whole, has_part = move == "close", block.kind not in CALLS
-        if move == "open":
-            self._num_told = 0
-        item = self._item(block, whole=is_whole)
-        place: dict[str, Any] = {"output_index": block.index}
-        inner = {**place, "item_id": item["id"]} | ({"content_index": 0} if has_part else {})
-        if move == "more":
-            if block.kind == "text":
-                inner["logprobs"] = block.scored[self._num_told :]
-                self._num_told = len(block.scored)
-            return self._event(f"response.{name}.delta", **inner, delta=text)
-        verb = "done" if is_whole else "added"
-        told = [(f"output_item.{verb}", {**place, "item": item})]
-        if has_part:
-            part = _part(block, whole=is_whole)
-            told.append((f"content_part.{verb}", {**inner, "part": part}))
-        if is_whole:
-            inner |= {"name": self._named(block)["name"]} if block.kind == "call" else {}
-            inner[of] = block.text
-            inner |= {"logprobs": block.scored} if block.kind == "text" else {}
-            told.append((f"{name}.done", inner))
-            told.reverse()  # what was opened last ends first
+        told = self._items.told(step)
         return b"".join(self._event(f"response.{kind}", **fields) for kind, fields in told)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -217,11 +163,3 @@ def _usage(reqs: Sequence[Req], *, thought: bool, think_end: int | None) -> dict
         "output_tokens_details": {"reasoning_tokens": num_thought},
         "total_tokens": num_prompt + num_output,
     }
-
-
-def _part(block: Block, *, whole: bool) -> dict[str, Any]:
-    """All there is of text or reasoning; one that begins is empty."""
-    part: dict[str, Any] = {"type": KINDS[block.kind][2], "text": block.text if whole else ""}
-    if block.kind == "text":
-        part |= {"annotations": [], "logprobs": block.scored if whole else []}
-    return part

@@ -1,6 +1,6 @@
-"""Responses that are kept, in memory and as JSON: bounded each, in sum, and in time.
+"""Responses that are kept, in memory and as JSON: bounded one by one, in sum, and in time.
 
-    Shelf of a key ── name ─▶ Kept: head, and its conversation as parts, each an array of items
+    Shelf of a key ── name ─▶ Kept: head, and its conversation as parts, arrays of items
                    └─ part ─▶ how many of the shelf's conversations have it
 
 A conversation shares its parts with those that it goes on with: a turn costs what is new of it. As
@@ -123,8 +123,8 @@ class _Shelf:
         return next(iter(self.kept), "")
 
     def put(self, kept: Kept, until: float) -> int:
-        """Keep it, and share parts that are here already; the bytes that it takes."""
-        before = self.num_bytes
+        """Keep it in place of one of its name, and share parts that are here; the bytes more."""
+        before, old = self.num_bytes, self.kept.pop(kept.name, None)
         shared = tuple(
             self.parts[part][0] if part in self.parts else exact(part) for part in kept.parts
         )
@@ -135,12 +135,17 @@ class _Shelf:
         kept = replace(kept, head=exact(kept.head), parts=shared)
         self.num_bytes += cost_of(kept)
         self.kept[kept.name] = kept, until
+        if old is not None:
+            self._release(old[0])
         return self.num_bytes - before
 
     def drop(self, name: str) -> int:
         """Let it go; the bytes that it gives back."""
         before = self.num_bytes
-        kept, _ = self.kept.pop(name)
+        self._release(self.kept.pop(name)[0])
+        return before - self.num_bytes
+
+    def _release(self, kept: Kept) -> None:
         self.num_bytes -= cost_of(kept)
         for part in kept.parts:
             same, num = self.parts.pop(part)
@@ -148,7 +153,6 @@ class _Shelf:
                 self.parts[part] = same, num - 1
             else:
                 self.num_bytes -= part_cost(part)
-        return before - self.num_bytes
 
 
 class ResponseStore:
@@ -182,7 +186,6 @@ class ResponseStore:
         if kept.num_bytes > self.max_each:
             return False
         now = self._clock()
-        self.drop(kept.owner, kept.name)
         shelf = self._shelves.setdefault(kept.owner, _Shelf())
         until = now + (self._ttl_s if left_s is None else min(left_s, self._ttl_s))
         self.num_bytes += shelf.put(kept, until)
@@ -260,7 +263,7 @@ class ResponseStore:
         """What has been made, and for how many seconds it is kept yet; the last first."""
         now = self._clock()
         kept = (pair for shelf in self._shelves.values() for pair in shelf.kept.values())
-        made = [(each, until - now) for each, until in kept if not each.is_open]
+        made = [(one, until - now) for one, until in kept if not one.is_open]
         return sorted((pair for pair in made if pair[1] > 0), key=lambda pair: -pair[1])
 
     def _find(self, owner: str, name: str) -> Kept | None:
@@ -293,8 +296,8 @@ def packed(pairs: Iterable[tuple[Kept, float]]) -> bytes:
     """Responses as one message, in which no part is twice."""
     places = dict[bytes, int]()
     kept = [
-        (replace(each, parts=()), left_s, [places.setdefault(p, len(places)) for p in each.parts])
-        for each, left_s in pairs
+        (replace(one, parts=()), left_s, [places.setdefault(p, len(places)) for p in one.parts])
+        for one, left_s in pairs
     ]
     return msgspec.msgpack.encode(_Packed(list(places), kept))
 
@@ -303,6 +306,6 @@ def unpacked(raw: bytes) -> list[tuple[Kept, float]]:
     """As they were packed; raises a msgspec.MsgspecError or an IndexError for what is not so."""
     found = msgspec.msgpack.decode(raw, type=_Packed)
     return [
-        (replace(each, parts=tuple(found.parts[i] for i in places)), left_s)
-        for each, left_s, places in found.kept
+        (replace(one, parts=tuple(found.parts[i] for i in places)), left_s)
+        for one, left_s, places in found.kept
     ]

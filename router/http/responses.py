@@ -1,7 +1,7 @@
 """`/v1/responses`: to make one, also with nobody to wait for it, and what is kept of them."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,17 +21,15 @@ from router.adapters.responses import (
     head_of,
     spaces_of,
 )
-from router.adapters.store import Kept, owner_of
+from router.adapters.store import owner_of
 from router.errors import invalid, unsupported
 from router.http.answer import Answer
 from router.http.api import Api
 from router.http.exchange import Exchange
-from router.http.stored import StoredResponses, Verb
+from router.http.stored import Known, StoredResponses, Verb
 from router.openai.body import Prepared
 from router.openai.reading import read
 from router.show.front import Front
-
-Known = Mapping[str, Kept | None]  # responses that a request goes on with, by name
 
 
 class Nowhere:
@@ -73,9 +71,9 @@ class ResponseRoutes:
     async def _generate(self, request: Request, prepared: Callable[..., Prepared]) -> Answer:
         owner, raw = owner_of_request(request), await self._api.body(request)
 
-        async def begin(known: Known, slow: bool) -> Answer:
-            prepare = partial(prepared, known, owner)
-            return await self._api.generate(request, raw, prepare, slow=slow)
+        async def begin(known: Known) -> Answer:
+            prepare = partial(prepared, known)
+            return await self._api.generate(request, raw, prepare, slow=known.is_slow)
 
         return await self._stored.with_known(owner, begin)
 
@@ -87,12 +85,12 @@ class ResponseRoutes:
         def counted(known: Known, raw: bytes) -> dict[str, Any]:
             body = _read(raw)
             self._served.check_model(body.model)
-            _, items = conversation_of(body, known)
+            _, items = conversation_of(body, known.responses)
             num = num_tokens(self._served, own_salt, chat_of_response(body, items))
             return {"object": "response.input_tokens", "input_tokens": num}
 
-        async def count(known: Known, slow: bool) -> Response:
-            return await self._api.told(raw, partial(counted, known), slow=slow)
+        async def count(known: Known) -> Response:
+            return await self._api.told(raw, partial(counted, known), slow=known.is_slow)
 
         return await self._stored.with_known(owner, count)
 
@@ -122,10 +120,10 @@ class ResponseRoutes:
         raw = await self._stored.ask(verb, owner, request.path_params["name"])
         return self._stored.shown(owner, raw)
 
-    def _prepared(self, known: Known, owner: str, raw: bytes, own_salt: str) -> Prepared:
-        return self._made(known, read(ResponseBody, raw), owner, own_salt)
+    def _prepared(self, known: Known, raw: bytes, own_salt: str) -> Prepared:
+        return self._made(known, read(ResponseBody, raw), own_salt)
 
-    def _condensed(self, known: Known, owner: str, raw: bytes, own_salt: str) -> Prepared:
+    def _condensed(self, known: Known, raw: bytes, own_salt: str) -> Prepared:
         """The summary is asked for as one more message; no tool is called and nothing is kept."""
         body = _read(raw)
         if body.stream or body.background:
@@ -133,29 +131,23 @@ class ResponseRoutes:
             raise invalid(f"{name}: /compact answers whole, and at once", name)
         fixed: dict[str, Any] = {"tools": [], "tool_choice": "auto", "text": {}, "store": False}
         body = body.model_copy(update=fixed)
-        return self._made(known, body, owner, own_salt, condenses=True)
+        return self._made(known, body, own_salt, condenses=True)
 
     def _made(
-        self,
-        known: Known,
-        body: ResponseBody,
-        owner: str,
-        own_salt: str,
-        *,
-        condenses: bool = False,
+        self, known: Known, body: ResponseBody, own_salt: str, *, condenses: bool = False
     ) -> Prepared:
-        parts, items = conversation_of(body, known)
+        parts, items = conversation_of(body, known.responses)
         asks, form = ((ASK,), CompactAnswer) if condenses else ((), ResponseAnswer)
         chat = chat_of_response(body, [*items, *asks])
         store, head = self._stored.store, head_of(body, self._served)
         keeps = body.store and store.max_bytes > 0
         if condenses:
             parts = (said_in(items), *parts)
-        if keeps or condenses:
+        if keeps:
             store.check(sum(map(len, head.values())), parts)
         asked = Asked(
             head=head,
-            owner=owner,
+            owner=known.owner,
             tag=self._stored.tag,
             parts=parts,
             store=store,

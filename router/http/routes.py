@@ -81,8 +81,8 @@ def application(front: Front, admission: Admission, operator: Operator | None = 
     keys = admission.keys is not None
     shut = shut_guards(front.served.config, keys=keys)
     api, config = Api(front, admission), front.served.config
-    each, most = config.stored_response_mib << 20, config.stored_responses_mib << 20
-    store = ResponseStore(most, each, config.stored_response_ttl_s)
+    most, most_of_one = config.stored_responses_mib << 20, config.stored_response_mib << 20
+    store = ResponseStore(most, most_of_one, config.stored_response_ttl_s)
     stored = StoredResponses(front, store)
     front.hand_over = stored.hand_over
     endpoints = Endpoints(

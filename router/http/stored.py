@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Literal, TypeVar, cast, get_args
+from typing import Literal, NamedTuple, TypeVar, cast, get_args
 
 import msgspec
 from fastapi import Request, Response
@@ -50,13 +50,25 @@ MAX_HANDED_BYTES = 64 << 20
 Result = TypeVar("Result")
 
 
+class Known(NamedTuple):
+    """What a request goes on with, of one owner; None of a response that is nowhere."""
+
+    owner: str
+    responses: Mapping[str, Kept | None]
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether something is to be decoded, which is not for the loop."""
+        return bool(self.responses)
+
+
 class StoredResponses:
     """What one router asks of its own store and of the others'."""
 
     def __init__(self, front: Front, store: ResponseStore) -> None:
         self.store, self._front, self._siblings = store, front, front.siblings
         self.tag = tag_of(front.siblings.incarnation)
-        self._turns, self._num_waiting = asyncio.Semaphore(NUM_TURNS), 0
+        self._turns, self._waiting = asyncio.Semaphore(NUM_TURNS), Counter[str]()  # by owner
         self._fetched: int = 0  # bytes of responses that are being continued
         self._showing = Counter[str]()  # bytes on their way to slow clients, by owner
 
@@ -95,17 +107,15 @@ class StoredResponses:
         verb = cast("Verb", asked["verb"])
         return Response(await self._of_own(verb, asked["owner"], asked["name"]))
 
-    async def with_known(
-        self, owner: str, work: Callable[[Mapping[str, Kept | None], bool], Awaitable[Result]]
-    ) -> Result:
-        """What `work` makes of the responses that it wants, and whether they are to be decoded."""
+    async def with_known(self, owner: str, work: Callable[[Known], Awaitable[Result]]) -> Result:
+        """What `work` makes of the responses that it wants."""
         known, fetched = dict[str, Kept | None](), 0
         try:
             while True:
                 try:
                     large = sum(kept.num_bytes for kept in known.values() if kept is not None)
-                    async with self._turn(large):
-                        return await work(known, bool(known))
+                    async with self._turn(owner, large):
+                        return await work(Known(owner, known))
                 except Wanted as wanted:
                     names = wanted.names
                 found = await asyncio.gather(*(self._known(owner, *pair) for pair in names.items()))
@@ -146,7 +156,7 @@ class StoredResponses:
 
         if len(inputs) <= SMALL_BYTES:
             return work()
-        async with self._turn(len(inputs)):
+        async with self._turn(owner, len(inputs)):
             return await asyncio.to_thread(work)
 
     def shown(self, owner: str, raw: bytes) -> Response:
@@ -160,20 +170,20 @@ class StoredResponses:
         return Slow(raw, owner, self._showing, self._front.served.config.keep_alive_s)
 
     @asynccontextmanager
-    async def _turn(self, num_bytes: int) -> AsyncGenerator[None]:
+    async def _turn(self, owner: str, num_bytes: int) -> AsyncGenerator[None]:
         """Few conversations are decoded at a time, if they are large."""
         if num_bytes <= SMALL_BYTES:
             yield
             return
-        if self._num_waiting >= MAX_WAITING:
+        if self._waiting.total() >= MAX_WAITING or self._waiting[owner] >= MAX_WAITING // 2:
             message = "too many large conversations are being continued"
             raise ApiError("busy", message, retry_after_s=1)
-        self._num_waiting += 1
+        self._waiting[owner] += 1
         try:
             async with self._turns:
                 yield
         finally:
-            self._num_waiting -= 1
+            self._waiting[owner] -= 1
 
     async def _of_own(self, verb: Verb, owner: str, name: str) -> bytes:
         match verb:
@@ -209,10 +219,11 @@ class StoredResponses:
         others, seen = list(self._siblings.routers()), set[bytes]()
         others.sort(key=lambda other: hashlib.blake2b((self.tag + other.peer).encode()).digest())
         kept = self.store.all()
-        for i, (each, left_s) in enumerate(kept):
-            size += sum(len(part) for part in set(each.parts) - seen) + len(each.head)
-            seen |= set(each.parts)
-            batch.append((each, left_s))
+        for i, pair in enumerate(kept):
+            parts = set(pair[0].parts)
+            size += sum(len(part) for part in parts - seen) + len(pair[0].head)
+            seen |= parts
+            batch.append(pair)
             if size < MAX_BATCH_BYTES and i + 1 < len(kept):
                 continue
             while others:
