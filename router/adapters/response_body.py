@@ -80,7 +80,9 @@ class ResponseAnswer(AnswerForm):
                     self._event(f"response.{name}", response=begun)
                     for name in ("created", "in_progress")
                 ]
-            events += map(self._told, self._steps(delta))
+            for step in self._steps(delta):
+                for kind, fields in self._items.told(step):
+                    events.append(self._event(f"response.{kind}", **fields))
         return b"".join(events)
 
     def end(self) -> bytes:
@@ -139,10 +141,6 @@ class ResponseAnswer(AnswerForm):
         found = self._writer.logprobs(delta)
         scored = () if found is None else found.content
         return self._blocks.feed(delta, [msgspec.to_builtins(token) for token in scored])
-
-    def _told(self, step: Step) -> bytes:
-        told = self._items.told(step)
-        return b"".join(self._event(f"response.{kind}", **fields) for kind, fields in told)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1

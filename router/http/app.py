@@ -284,8 +284,6 @@ class RouterServer:
             self._beat(loop, wire)
             self.front.period.keep(loop)
             await self._serve(listeners)
-            if self.front.hand_over is not None:
-                await self.front.hand_over()
             await siblings.close()
         finally:
             self.loop = None
@@ -348,7 +346,14 @@ class RouterServer:
         assert self.server is not None
         self.front.draining = True
         self.front.dispatcher.close()
-        self.server.should_exit = True
+        self._ending = asyncio.ensure_future(self._end(self.front, self.server))
+
+    async def _end(self, front: Front, server: Server) -> None:
+        try:
+            if front.hand_over is not None:
+                await front.hand_over()
+        finally:
+            server.should_exit = True
 
 
 def _max_model_len(model: ModelConfig, text: Text) -> int:

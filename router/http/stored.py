@@ -8,7 +8,7 @@ to another one; then all are asked.
 """
 
 import asyncio
-import hashlib
+import random
 import re
 import time
 from collections import Counter
@@ -32,11 +32,10 @@ from router.adapters.store import (
     unpacked,
 )
 from router.errors import ApiError
-from router.http.request_body import read_body
 from router.show.front import Front
 from worker.api import Member
 
-Verb = Literal["shown", "desc", "asc", "all", "last", "delete", "cancel"]
+Verb = Literal["shown", "desc", "asc", "all", "last", "delete", "cancel"]  # at a router's store
 
 PATH = "/dashboard/responses"
 NAME = re.compile(r"resp_[A-Za-z0-9_-]{1,200}-([0-9a-f]{8})")  # its end: `tag_of` a router
@@ -45,7 +44,6 @@ NUM_TURNS = 2  # conversations that are larger, prepared at a time
 MAX_WAITING = 32  # for a turn
 HAND_OVER_S = 3.0
 MAX_BATCH_BYTES = 4 << 20
-MAX_HANDED_BYTES = 64 << 20
 
 Result = TypeVar("Result")
 
@@ -69,6 +67,7 @@ class StoredResponses:
         self.store, self._front, self._siblings = store, front, front.siblings
         self.tag = tag_of(front.siblings.incarnation)
         self._turns, self._waiting = asyncio.Semaphore(NUM_TURNS), Counter[str]()  # by owner
+        self._leaves, self._ready = False, packed(())
         self._fetched: int = 0  # bytes of responses that are being continued
         self._showing = Counter[str]()  # bytes on their way to slow clients, by owner
 
@@ -100,12 +99,18 @@ class StoredResponses:
         raise (unknown or errors)[0]
 
     async def answer(self, request: Request) -> Response:
-        """What another router asks of this one: POST /dashboard/responses/{verb}/{owner}/{name}."""
-        asked = request.path_params
-        if asked["verb"] not in get_args(Verb):
-            raise MissingResponse(asked["name"])
-        verb = cast("Verb", asked["verb"])
-        return Response(await self._of_own(verb, asked["owner"], asked["name"]))
+        """What another router asks of this one: POST /dashboard/responses/{verb}/{owner}/{name}.
+
+        take: what the router of this tag has ready, which leaves; ready: that.
+        """
+        verb, owner, name = (request.path_params[part] for part in ("verb", "owner", "name"))
+        if verb == "take":
+            return Response(await self._take(owner))
+        if verb == "ready":
+            return Response(self._ready)
+        if verb not in get_args(Verb):
+            raise MissingResponse(name)
+        return Response(await self._of_own(cast("Verb", verb), owner, name))
 
     async def with_known(self, owner: str, work: Callable[[Known], Awaitable[Result]]) -> Result:
         """What `work` makes of the responses that it wants."""
@@ -131,7 +136,7 @@ class StoredResponses:
 
     async def _known(self, owner: str, name: str, param: str) -> Kept | None:
         try:
-            if name.endswith(self.tag):
+            if name.endswith(self.tag) and not self._leaves:
                 return self.store.get(owner, name)
             verb = "all" if param == "previous_response_id" else "last"
             return unpacked(await self.ask(verb, owner, name))[0][0]
@@ -186,6 +191,8 @@ class StoredResponses:
             self._waiting[owner] -= 1
 
     async def _of_own(self, verb: Verb, owner: str, name: str) -> bytes:
+        if self._leaves:
+            raise ApiError("busy", "this router hands over what it keeps", retry_after_s=1)
         match verb:
             case "shown":
                 return self.store.get(owner, name).shown
@@ -214,11 +221,14 @@ class StoredResponses:
         raise ApiError("busy", message, retry_after_s=1)
 
     async def hand_over(self) -> None:
-        """Give what is kept to the other routers, the newest first, as far as there is time."""
-        until, batch, size = time.monotonic() + HAND_OVER_S, list[tuple[Kept, float]](), 0
-        others, seen = list(self._siblings.routers()), set[bytes]()
-        others.sort(key=lambda other: hashlib.blake2b((self.tag + other.peer).encode()).digest())
-        kept = self.store.all()
+        """Have the other routers take what is kept, the newest first, as far as there is time.
+
+        From now on this one answers that it is busy: what it has kept is deleted nowhere meanwhile.
+        """
+        self._leaves, until = True, time.monotonic() + HAND_OVER_S
+        others, batch, size = self._siblings.routers(), list[tuple[Kept, float]](), 0
+        random.shuffle(others)
+        seen, kept = set[bytes](), self.store.all()
         for i, pair in enumerate(kept):
             parts = set(pair[0].parts)
             size += sum(len(part) for part in parts - seen) + len(pair[0].head)
@@ -226,29 +236,29 @@ class StoredResponses:
             batch.append(pair)
             if size < MAX_BATCH_BYTES and i + 1 < len(kept):
                 continue
-            while others:
-                answer = await self._siblings.tell(others[0], PATH, packed(batch))
+            self._ready = packed(batch)
+            while others and time.monotonic() < until:
+                answer = await self._siblings.tell(others[0], f"{PATH}/take/{self.tag}/{i}")
                 if answer is not None and answer.status_code == 200:
                     break
                 others.pop(0)
-            if not others or time.monotonic() > until:
+            else:
                 return
             batch, size, seen = [], 0, set[bytes]()
-            others.append(others.pop(0))
 
-    async def take_over(self, request: Request) -> Response:
-        """POST /dashboard/responses: what a router had kept that leaves."""
+    async def _take(self, tag: str) -> bytes:
+        """Keep what a router that leaves has ready; it is asked where members are known to be."""
         if self._front.draining:
             raise ApiError("draining", "the router is draining", retry_after_s=1)
-        raw = await read_body(request, MAX_HANDED_BYTES, HAND_OVER_S)
-        try:
-            handed = unpacked(raw)
-        except (msgspec.MsgspecError, IndexError):
-            raise ApiError("invalid_value", "no responses") from None
-        for kept, left_s in reversed(handed):
-            if NAME.fullmatch(kept.name) is not None and not kept.name.endswith(self.tag):
-                self.store.take(kept, left_s)
-        return Response(b"{}")
+        for other in self._siblings.routers():
+            if tag_of(other.incarnation) == tag:
+                answer = await self._siblings.tell(other, f"{PATH}/ready/{tag}/0")
+                if answer is None or answer.status_code != 200:
+                    raise ApiError("busy", "it does not answer", retry_after_s=1)
+                for kept, left_s in reversed(unpacked(answer.content)):
+                    self.store.take(kept, left_s)
+                return b"{}"
+        raise MissingResponse(tag)
 
 
 class Slow(Response):
@@ -276,6 +286,7 @@ class Slow(Response):
                 part, more = raw[at : at + SMALL_BYTES], at + SMALL_BYTES < num
                 async with asyncio.timeout(self._keep_alive_s):
                     await send({"type": "http.response.body", "body": part, "more_body": more})
+                await asyncio.sleep(0)  # the kernel may take all at once: others have their turn
         except TimeoutError:
             scope["outlet"].close()
         finally:

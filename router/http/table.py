@@ -247,7 +247,6 @@ ROUTES = (
               summary="What this router alone knows of `/dashboard/data`",
               replies=(_json(None, {}),)),
     _operator("/dashboard/static/{name:path}", "pages.file"),
-    Route("", Guard.ROUTER, "/dashboard/responses", "stored.take_over", POST),
     Route("", Guard.ROUTER, "/dashboard/responses/{verb}/{owner}/{name}", "stored.answer", POST),
     _operator(
         "/config", "status.config",

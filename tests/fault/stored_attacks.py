@@ -51,8 +51,9 @@ async def made(port: int, body: Any, tries: int = 5) -> tuple[str, Told]:
 
 def large(num_bytes: int) -> dict[str, Any]:
     """A body whose prompt is short: most of it is what no template writes."""
-    junk = "x" * num_bytes  # of the client's own, and what has a place in the API
-    return {"input": [{"role": "user", "content": "a", "id": junk, "junk": junk}]}
+    half = "x" * (num_bytes // 2)  # of what is shown, of what is not, and of no place in the API
+    item = {"role": "user", "content": "a", "id": half, "junk": half}
+    return {"input": [item], "metadata": {"x": half}}
 
 
 async def asked(

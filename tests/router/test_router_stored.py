@@ -112,7 +112,7 @@ def test_other_routers_alone_ask_at_the_doors_between_them(several: Several) -> 
     several.word = "one"
     name = ask(several, 0, "POST", input="a").json()["id"]
     url = several.url("router-0")
-    for path in (f"/all/{owner_of('alice')}/{name}", ""):
+    for path in (f"/all/{owner_of('alice')}/{name}", "/take/0/0", "/ready/0/0"):
         for key, status in ((None, 401), (KEYS["alice"], 403)):
             headers = {"authorization": f"Bearer {key}"} if key else {}
             answer = httpx.post(f"{url}/dashboard/responses{path}", headers=headers)
