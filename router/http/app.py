@@ -346,14 +346,16 @@ class RouterServer:
         assert self.server is not None
         self.front.draining = True
         self.front.dispatcher.close()
-        self._ending = asyncio.ensure_future(self._end(self.front, self.server))
+        self._ending = asyncio.ensure_future(_end(self.front, self.server))
 
-    async def _end(self, front: Front, server: Server) -> None:
-        try:
-            if front.hand_over is not None:
-                await front.hand_over()
-        finally:
-            server.should_exit = True
+
+async def _end(front: Front, server: Server) -> None:
+    """End the server when others have what it keeps."""
+    try:
+        if front.hand_over is not None:
+            await front.hand_over()
+    finally:
+        server.should_exit = True
 
 
 def _max_model_len(model: ModelConfig, text: Text) -> int:

@@ -131,7 +131,8 @@ def test_what_the_api_does_not_have_is_not_kept(several: Several) -> None:
     schema = {"type": "object", "properties": {"junk": {"type": "string"}}}
     tool = {"type": "function", "name": "f", "parameters": schema}
     more = {"text": {"format": {"type": "text", **junk}, **junk}, "reasoning": {**junk}}
-    made = ask(several, 0, "POST", input=inputs, tools=[tool | junk], **more, **junk).json()
+    body: dict[str, Any] = {"input": inputs, "tools": [tool | junk], **more, **junk}
+    made = ask(several, 0, "POST", **body).json()
     assert made["tools"] == [tool]
     items = ask(several, 1, "GET", f"/{made['id']}/input_items?order=asc").json()["data"]
     assert [item.get("role") for item in items] == ["user", "assistant", None, "user"]
