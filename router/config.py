@@ -87,7 +87,12 @@ class RouterConfig(Section):
     tell: a response header, X-Kvlane-Unknown-Fields, names them. refuse: a 400 does.
     """
     stored_responses_mib: int = Field(default=64, ge=0)
-    """Of responses (/v1/responses) that are kept, the oldest go first; 0: none."""
+    """Of responses (/v1/responses) that are kept, in memory; 0: none.
+
+    The oldest go first of the key that has stored most.
+    """
+    stored_response_mib: int = Field(default=4, ge=1)
+    """Of one of them, with its conversation; a larger one is refused unless it says store=false."""
     stored_response_ttl_s: float = Field(default=3600.0, gt=0)
     """How long a response is kept, in the memory of the router that made it."""
     generation_config: Literal["auto", "ignore"] = "auto"

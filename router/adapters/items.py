@@ -12,6 +12,13 @@ CONDENSED = "kvlane-compaction:"  # what such a text begins with; it is not encr
 MAX_NAME = 128  # characters, of a function
 # A call's item -> its type in a chat, and where its text is in both.
 CALLS = {"function_call": ("function", "arguments"), "custom_tool_call": ("custom", "input")}
+# Fields of items that are kept: strings, and contents.
+WORDS = (
+    "type", "id", "role", "status", "call_id", "name", "namespace", "arguments", "input",
+    "encrypted_content",
+)  # fmt: skip
+CONTENTS = ("content", "summary", "output")
+PART_WORDS = ("type", "text", "refusal")
 
 
 def messages_of(items: Sequence[Mapping[str, Any]], param: str) -> list[dict[str, Any]]:
@@ -48,6 +55,29 @@ def messages_of(items: Sequence[Mapping[str, Any]], param: str) -> list[dict[str
         else:
             raise unsupported(f"{where}: items of type {kind!r} are not supported", where)
     return messages
+
+
+def fit(item: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a client's item: what `messages_of` reads, and no field that it does not."""
+    kept = _words(item, WORDS)
+    if kept.get("type") == "reasoning":  # nothing here is encrypted
+        kept.pop("encrypted_content", None)
+    for name in CONTENTS:
+        content = item.get(name)
+        if isinstance(content, list):
+            content = [_fit_part(mapping(part)) for part in cast("list[Any]", content)]
+        if isinstance(content, str | list):
+            kept[name] = content
+    return kept
+
+
+def _fit_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    is_output = part.get("type") == "output_text"
+    return _words(part, PART_WORDS) | ({"annotations": []} if is_output else {})
+
+
+def _words(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: fields[name] for name in names if isinstance(fields.get(name), str)}
 
 
 def flat(namespace: str, name: str) -> str:

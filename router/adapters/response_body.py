@@ -7,38 +7,37 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 from msgspec.json import encode as to_json
+from msgspec.structs import replace
 
-from router.adapters.blocks import Block, Blocks, Kind, Step
-from router.adapters.store import Item, Kept, ResponseStore
+from router.adapters.blocks import Blocks, Step
+from router.adapters.response_items import Items
+from router.adapters.store import NOTHING, OPEN, Kept, ResponseStore
 from router.dispatch.mailbox import Delta
 from router.dispatch.queue import Req, counted
 from router.errors import ApiError
 from router.openai.body import AnswerForm, Prepared, event_json, merged
 from router.openai.chat import ChatWriter
 
-KINDS: dict[Kind, tuple[str, str, str]] = {  # what ids begin with; of the text: its field, events
-    "reasoning": ("rs", "text", "reasoning_text"),
-    "text": ("msg", "text", "output_text"),
-    "call": ("fc", "arguments", "function_call_arguments"),
-    "custom": ("ctc", "input", "custom_tool_call_input"),
-}
-CALLS = {"call": "function_call", "custom": "custom_tool_call"}  # types of items
+TOO_LARGE = "the answer is larger than router.stored_response_mib"
 UNFIT = re.compile(r"[^A-Za-z0-9_-]")  # for an id, which stands in paths
 STREAM_ENDS = {"completed": "response.completed", "incomplete": "response.incomplete"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
-    """What a response needs of its request."""
+    """What a response needs of its request. parts: its conversation, until the store has it."""
 
     head: Mapping[str, Any]
     owner: str
-    inputs: Sequence[Item]
-    conversation: Sequence[Item]
+    tag: str  # of this router
+    parts: Sequence[bytes]
     store: ResponseStore
     spaces: Mapping[str, tuple[str, str]]  # `spaces_of`
     think_end: int | None  # the token behind which reasoning has ended, if there is such a one
+    keeps: bool = True
+    is_background: bool = False  # nobody waits for it
 
 
 class ResponseAnswer(AnswerForm):
@@ -50,126 +49,98 @@ class ResponseAnswer(AnswerForm):
         assert isinstance(prepared.writer, ChatWriter)
         self._asked, self._writer, self._reqs = asked, prepared.writer, reqs
         self._blocks = Blocks(prepared.writer)
-        self._unique_id = UNFIT.sub("_", unique_id)  # a client's own part may hold anything
+        # A client's own part of an id may hold anything.
+        self._unique_id = f"{UNFIT.sub('_', unique_id)}-{asked.tag}"
+        self._items = Items(self._unique_id, asked.spaces)
         self._num_events = 0
-        self._num_told = 0  # logprobs of the last text
+        self.name, self.is_background = f"resp_{self._unique_id}", asked.is_background
         self._head: dict[str, Any] = {
-            "id": f"resp_{self._unique_id}", "created_at": int(time.time()), **asked.head,
+            "id": self.name, "created_at": int(time.time()), **asked.head,
         }  # fmt: skip
+        self._begin(self._response(OPEN, []))
+
+    def _begin(self, begun: Kept) -> None:
+        """Keep it from now on, with its conversation, which is then the store's alone to hold."""
+        asked = self._asked
+        if asked.keeps:
+            asked.store.put(replace(begun, parts=(*asked.parts, NOTHING)))
+        asked.parts = ()
 
     def whole(self, answers: Sequence[Delta]) -> bytes:
         for _ in self._steps(answers[0]):
             pass
-        return to_json(self._ended())
+        return self._ended().shown
 
     def events(self, deltas: list[Delta]) -> bytes:
         events = list[bytes]()
         for delta in merged(deltas):
             if not self._num_events:
-                begun = self.begin()
+                begun = Raw(self.begun)
                 events += [
                     self._event(f"response.{name}", response=begun)
                     for name in ("created", "in_progress")
                 ]
-            events += map(self._told, self._steps(delta))
+            for step in self._steps(delta):
+                for kind, fields in self._items.told(step):
+                    events.append(self._event(f"response.{kind}", **fields))
         return b"".join(events)
 
     def end(self) -> bytes:
         response = self._ended()
-        return self._event(STREAM_ENDS[response["status"]], response=response)
+        return self._event(STREAM_ENDS[response.status], response=Raw(response.shown))
 
     def failed(self, error: ApiError) -> bytes:
-        why = {"code": "server_error", "message": error.message}
-        response = self._response("failed", [], error=why)
-        self._keep(response)
-        return self._event("response.failed", response=response)
+        response = self._failed(error.message)
+        if self._num_events or self.is_background:  # else nobody knows its name
+            self._keep(response)
+        return self._event("response.failed", response=Raw(response.shown))
+
+    def close(self) -> None:
+        self._asked.store.close(self._asked.owner, self.name)
 
     @property
-    def is_background(self) -> bool:
-        """Whether nobody waits for it."""
-        return self._head["background"]
+    def begun(self) -> bytes:
+        """The response while it is being made."""
+        return self._response(OPEN, []).shown
 
-    def begin(self) -> dict[str, Any]:
-        """The response while it is being made; one that nobody waits for is kept from now on."""
-        response = self._response("in_progress", [])
-        if self.is_background:
-            self._keep(response)
-        return response
-
-    def _ended(self) -> dict[str, Any]:
+    def _ended(self) -> Kept:
         is_cut, is_limit = self._blocks.is_cut, self._blocks.reason == "length"
-        output = [self._item(block, whole=True) for block in self._blocks.all]
+        output = [self._items.item(block, whole=True) for block in self._blocks.all]
         status = "incomplete" if is_cut else "completed"
-        thought = any(block.kind == "reasoning" for block in self._blocks.all)
-        response = self._response(
-            status, output,
-            usage=_usage(self._reqs, thought=thought, think_end=self._asked.think_end),
-            completed_at=None if is_cut else int(time.time()),
-            incomplete_details={"reason": "max_output_tokens"} if is_limit else None,
-        )  # fmt: skip
-        self._keep(response)
+        more = {
+            "usage": self._usage(),
+            "completed_at": None if is_cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_limit else None,
+        }
+        response = self._response(status, output, **more)
+        if not self._keep(response):
+            if self.is_background:  # who polls learns it
+                self._keep(self._failed(TOO_LARGE))
+            response = self._response(status, output, **more, store=False)
         return response
 
-    def _response(self, status: str, output: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        empty = dict.fromkeys(("error", "incomplete_details", "usage", "completed_at"))
-        return {**self._head, "status": status, "output": output, **empty, **more}
+    def _usage(self) -> dict[str, Any]:
+        thought = any(block.kind == "reasoning" for block in self._blocks.all)
+        return _usage(self._reqs, thought=thought, think_end=self._asked.think_end)
 
-    def _keep(self, response: Mapping[str, Any]) -> None:
-        asked = self._asked
-        if response["store"]:
-            conversation = [*asked.conversation, *response["output"]]
-            asked.store.put(Kept(asked.owner, response, asked.inputs, conversation))
+    def _failed(self, message: str) -> Kept:
+        return self._response("failed", [], error={"code": "server_error", "message": message})
+
+    def _response(self, status: str, output: list[dict[str, Any]], **more: Any) -> Kept:
+        """As it is shown; of its conversation it has its output alone."""
+        empty = dict.fromkeys(("error", "incomplete_details", "usage", "completed_at"))
+        asked, head = self._asked, {**self._head, **empty, "store": self._asked.keeps, **more}
+        made = to_json(output) if output else NOTHING
+        return Kept(asked.owner, self.name, to_json(head), (made,), status, asked.is_background)
+
+    def _keep(self, response: Kept) -> bool:
+        """Whether it is kept, if it is to be."""
+        return not self._asked.keeps or self._asked.store.end(response)
 
     def _steps(self, delta: Delta) -> Iterator[Step]:
         found = self._writer.logprobs(delta)
         scored = () if found is None else found.content
         return self._blocks.feed(delta, [msgspec.to_builtins(token) for token in scored])
-
-    def _item(self, block: Block, *, whole: bool) -> dict[str, Any]:
-        """An item; one that begins is empty."""
-        begin, of, _ = KINDS[block.kind]
-        item: dict[str, Any] = {
-            "id": f"{begin}_{self._unique_id}-{block.index}",
-            "status": "in_progress" if not whole else "incomplete" if block.is_cut else "completed",
-        }
-        if block.kind in CALLS:
-            call = {"type": CALLS[block.kind], "call_id": block.id, **self._named(block)}
-            return item | call | {of: block.text if whole else ""}
-        parts = [_part(block, whole=True)] if whole else []
-        if block.kind == "reasoning":
-            return item | {"type": "reasoning", "summary": [], "content": parts}
-        return item | {"type": "message", "role": "assistant", "content": parts}
-
-    def _named(self, block: Block) -> dict[str, str]:
-        space = self._asked.spaces.get(block.name)
-        return {"name": block.name} if space is None else {"namespace": space[0], "name": space[1]}
-
-    def _told(self, step: Step) -> bytes:
-        move, block, text = step
-        _, of, name = KINDS[block.kind]
-        is_whole, has_part = move == "close", block.kind not in CALLS
-        if move == "open":
-            self._num_told = 0
-        item = self._item(block, whole=is_whole)
-        place: dict[str, Any] = {"output_index": block.index}
-        inner = {**place, "item_id": item["id"]} | ({"content_index": 0} if has_part else {})
-        if move == "more":
-            if block.kind == "text":
-                inner["logprobs"] = block.scored[self._num_told :]
-                self._num_told = len(block.scored)
-            return self._event(f"response.{name}.delta", **inner, delta=text)
-        verb = "done" if is_whole else "added"
-        told = [(f"output_item.{verb}", {**place, "item": item})]
-        if has_part:
-            part = _part(block, whole=is_whole)
-            told.append((f"content_part.{verb}", {**inner, "part": part}))
-        if is_whole:
-            inner |= {"name": self._named(block)["name"]} if block.kind == "call" else {}
-            inner[of] = block.text
-            inner |= {"logprobs": block.scored} if block.kind == "text" else {}
-            told.append((f"{name}.done", inner))
-            told.reverse()  # what was opened last ends first
-        return b"".join(self._event(f"response.{kind}", **fields) for kind, fields in told)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
@@ -190,11 +161,3 @@ def _usage(reqs: Sequence[Req], *, thought: bool, think_end: int | None) -> dict
         "output_tokens_details": {"reasoning_tokens": num_thought},
         "total_tokens": num_prompt + num_output,
     }
-
-
-def _part(block: Block, *, whole: bool) -> dict[str, Any]:
-    """All there is of text or reasoning; one that begins is empty."""
-    part: dict[str, Any] = {"type": KINDS[block.kind][2], "text": block.text if whole else ""}
-    if block.kind == "text":
-        part |= {"annotations": [], "logprobs": block.scored if whole else []}
-    return part

@@ -3,11 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
+from msgspec import Raw
+from msgspec.json import encode as to_json
 from pydantic import Field
 
-from router.adapters.items import flat, messages_of
+from router.adapters.items import fit, flat, messages_of
 from router.adapters.messages import refuse_foreign, valid, word
-from router.adapters.store import Item, ResponseStore
+from router.adapters.store import Item, Kept, MissingResponse, fewer, items_of
 from router.errors import invalid, unsupported
 from router.openai.defaults import Temperature, TopP
 from router.openai.fields import foreign
@@ -15,10 +17,17 @@ from router.openai.reading import Many, RequestModel, mapping
 from router.openai.schema import MAX_TOOLS, ChatBody
 from router.openai.served import Served
 from worker.api import MAX_LOGPROBS
+from worker.errors import KvlaneError
 
 NOT_KEPT = ("conversation", "prompt")  # name what is kept at OpenAI's
 TOOL_KEYS = ("type", "name", "description", "parameters", "strict", "format")
-KEYS = {"function": TOOL_KEYS, "custom": TOOL_KEYS, "namespace": (*TOOL_KEYS, "tools")}
+SPACE_KEYS = (*TOOL_KEYS, "tools")
+KEYS = {"function": TOOL_KEYS, "custom": TOOL_KEYS, "namespace": SPACE_KEYS}
+CHOICE_KEYS = ("type", "name", "namespace", "mode", "tools")
+REASONING_KEYS, TEXT_KEYS = ("effort", "summary"), ("verbosity",)
+FORMAT_KEYS = ("type", "name", "description", "schema", "strict")
+MAX_ITEMS = 16_384  # of a conversation; one may take 1 KB, as long as it is prepared
+MAX_NAMED = 32  # responses of whose output a request names items
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 
 
@@ -62,24 +71,68 @@ class OpenResponseBody(ResponseBody):
 Space = tuple[str, str]  # a namespace, and the name of a function in it
 
 
+class Wanted(KvlaneError):
+    """Responses that a request goes on with, or of which it names items, by the field."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        super().__init__(*names)
+        self.names = names
+
+
 def conversation_of(
-    body: ResponseBody, store: ResponseStore, owner: str
-) -> tuple[list[Item], list[Item]]:
-    """The items of the responses before, and its own; raises an ApiError, 404."""
-    before = list[Item]()
-    if body.previous_response_id is not None:
-        name = "previous_response_id"
-        before += store.get(body.previous_response_id, owner, name).conversation
-    own = list[Item]()
-    for i, item in enumerate(body.inputs):
+    body: ResponseBody, known: Mapping[str, Kept | None]
+) -> tuple[Sequence[bytes], list[Item]]:
+    """The parts of a conversation, the last of which are the request's own items; and all items.
+
+    known: responses, None for one that is nowhere. Raises Wanted for others, or an ApiError, 404 or
+    400.
+    """
+    parts, items, name = list[bytes](), list[Item](), body.previous_response_id
+    if name is not None:
+        before = _known(known, {name: "previous_response_id"})[name]
+        if before is None:
+            raise MissingResponse(name, "previous_response_id")
+        parts += before.parts
+        items += items_of(parts)
+    given = body.inputs
+    if len(items) + len(given) > MAX_ITEMS:
+        raise invalid(f"input: at most {MAX_ITEMS} items in a conversation", "input")
+    own = _resolved(given, {str(item.get("id")): item for item in items}, known)
+    return fewer([*parts, to_json([fit(item) for item in own])]), items + own
+
+
+def _known(known: Mapping[str, Kept | None], names: Mapping[str, str]) -> dict[str, Kept | None]:
+    wanted = {name: param for name, param in names.items() if name not in known}
+    if wanted:
+        raise Wanted(wanted)
+    return {name: known[name] for name in names}
+
+
+def _resolved(
+    given: Sequence[Item], items: dict[str, Item], known: Mapping[str, Kept | None]
+) -> list[Item]:
+    """The items, what they refer to in place of references. items: those before, by id."""
+    named, wanted = dict[int, str](), dict[str, str]()
+    for i, item in enumerate(given):
         is_named = "id" in item and "role" not in item  # a reference, also without its type
         kind = item.get("type") or ("item_reference" if is_named else "message")
         if kind == "item_reference":
-            name = word(item, "id", f"input.{i}")
-            known = (one for one in before if one.get("id") == name)
-            item = next(known, None) or store.item(name, owner, f"input.{i}.id")
-        own.append(item)
-    return before, own
+            name = named[i] = word(item, "id", f"input.{i}")
+            if name not in items:
+                wanted.setdefault(response_of(name), f"input.{i}.id")
+    if len(wanted) > MAX_NAMED:
+        raise invalid(f"input: items of more than {MAX_NAMED} responses", "input")
+    for kept in filter(None, _known(known, wanted).values()):
+        items |= {str(item.get("id")): item for item in items_of(kept.parts[-1:])}
+    for i, name in named.items():
+        if name not in items:
+            raise MissingResponse(response_of(name), f"input.{i}.id", name)
+    return [items[named[i]] if i in named else item for i, item in enumerate(given)]
+
+
+def response_of(name: str) -> str:
+    """The response that has put an item out: the item's id has its id."""
+    return "resp_" + name.partition("_")[2].rpartition("-")[0]
 
 
 def spaces_of(body: ResponseBody) -> dict[str, Space]:
@@ -202,10 +255,10 @@ def _choice(choice: Any, tools: Sequence[Mapping[str, Any]], spaces: Mapping[str
             return choice
 
 
-def head_of(body: ResponseBody, served: Served) -> dict[str, Any]:
-    """What a response repeats of its request."""
-    defaults = served.defaults
-    return {
+def head_of(body: ResponseBody, served: Served) -> dict[str, Raw]:
+    """What a response repeats of its request, as JSON; of mappings the fields that are known."""
+    defaults, form = served.defaults, body.text.get("format", {"type": "text"})
+    head: dict[str, Any] = {
         "object": "response",
         "model": served.model,
         "instructions": body.instructions,
@@ -213,14 +266,25 @@ def head_of(body: ResponseBody, served: Served) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls,
         "temperature": defaults.temperature if body.temperature is None else body.temperature,
         "top_p": defaults.top_p if body.top_p is None else body.top_p,
-        "tool_choice": body.tool_choice,
-        "tools": body.tools,
+        "tool_choice": _fit(body.tool_choice, CHOICE_KEYS),
+        "tools": [_fit(tool, SPACE_KEYS) for tool in body.tools],
         "background": body.background,
         "max_output_tokens": body.max_output_tokens,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None, "summary": None, **body.reasoning},
-        "text": {"format": {"type": "text"}, **body.text},
+        "reasoning": {"effort": None, "summary": None, **_fit(body.reasoning, REASONING_KEYS)},
+        "text": {"format": _fit(form, FORMAT_KEYS), **_fit(body.text, TEXT_KEYS)},
         "top_logprobs": body.top_logprobs,
         "truncation": body.truncation,
-        "store": body.store,
     }
+    return {name: Raw(to_json(value)) for name, value in head.items()}
+
+
+def _fit(value: Any, keys: Sequence[str]) -> Any:
+    """Without the fields that are not known; a schema may have any."""
+    if not isinstance(value, dict):
+        return value
+    fields = {k: v for k, v in cast("dict[str, Any]", value).items() if k in keys}
+    inner, known = fields.get("tools"), SPACE_KEYS if "parameters" in keys else CHOICE_KEYS
+    if isinstance(inner, list):
+        fields["tools"] = [_fit(tool, known) for tool in cast("list[Any]", inner)]
+    return fields

@@ -79,6 +79,7 @@ class Answer(Response):
             self._outlet.watch(None)
             self._mailbox.close()
             self.leave()
+            self.form.close()
             self._closed()
 
     def _submit(self) -> None:

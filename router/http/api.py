@@ -105,8 +105,12 @@ class Api:
         body = await read_body(request, config.max_body_bytes, config.body_timeout_s)
         return body.removeprefix(BOM_UTF8)
 
-    async def generate(self, request: Request, raw: bytes, prepare: Prepare) -> Answer:
-        """Begin what `prepare` makes of a body; raises a KvlaneError if nothing has begun."""
+    async def generate(
+        self, request: Request, raw: bytes, prepare: Prepare, *, slow: bool = False
+    ) -> Answer:
+        """Begin what `prepare` makes of a body, which may take long, whatever that is; raises a
+        KvlaneError if nothing has begun.
+        """
         exchange, given = Exchange.of(request.scope), request.headers.get("idempotency-key", "")
         if len(given) > MAX_KEY_CHARS:
             raise invalid(f"Idempotency-Key: at most {MAX_KEY_CHARS} characters")
@@ -117,7 +121,7 @@ class Api:
                 give_keys(prepared.reqs, exchange.client, given, raw, seeded=prepared.is_seeded)
             return prepared
 
-        prepared = await _run(raw, work)
+        prepared = await _run(raw, work, slow=slow)
         exchange.unheeded = prepared.unheeded
         self._admission.begin(exchange.client, prepared.reqs)
         closed = partial(self._admission.end, exchange.client, prepared.reqs)
@@ -129,16 +133,18 @@ class Api:
         prepared = self.preparer.of_chat(chat, own_salt)
         return replace(prepared, form=partial(MessageAnswer, body.max_tokens))
 
-    async def told(self, raw: bytes, work: Callable[[bytes], object]) -> Response:
+    async def told(
+        self, raw: bytes, work: Callable[[bytes], object], *, slow: bool = False
+    ) -> Response:
         """What `work` says of a body."""
-        return as_json(await _run(raw, partial(work, raw)))
+        return as_json(await _run(raw, partial(work, raw), slow=slow))
 
 
-async def _run(raw: bytes, work: Callable[[], Result]) -> Result:
+async def _run(raw: bytes, work: Callable[[], Result], *, slow: bool = False) -> Result:
     """What `work` makes of a body, in a thread if it may take long; raises a KvlaneError."""
 
     def run() -> Result:
         with contained("the preparation of a request"):
             return work()
 
-    return await asyncio.to_thread(run) if is_slow(raw) else run()
+    return await asyncio.to_thread(run) if slow or is_slow(raw) else run()

@@ -346,7 +346,16 @@ class RouterServer:
         assert self.server is not None
         self.front.draining = True
         self.front.dispatcher.close()
-        self.server.should_exit = True
+        self._ending = asyncio.ensure_future(_end(self.front, self.server))
+
+
+async def _end(front: Front, server: Server) -> None:
+    """End the server when others have what it keeps."""
+    try:
+        if front.hand_over is not None:
+            await front.hand_over()
+    finally:
+        server.should_exit = True
 
 
 def _max_model_len(model: ModelConfig, text: Text) -> int:

@@ -10,7 +10,7 @@ from fastapi import Request, Response
 from starlette.responses import JSONResponse
 from starlette.types import Message
 
-from router.adapters.compact import ASK, CompactAnswer
+from router.adapters.compact import ASK, CompactAnswer, said_in
 from router.adapters.messages import num_tokens
 from router.adapters.response_body import Asked, ResponseAnswer
 from router.adapters.responses import (
@@ -21,15 +21,15 @@ from router.adapters.responses import (
     head_of,
     spaces_of,
 )
-from router.adapters.store import Kept, ResponseStore
+from router.adapters.store import owner_of
 from router.errors import invalid, unsupported
 from router.http.answer import Answer
 from router.http.api import Api
 from router.http.exchange import Exchange
-from router.http.stored import StoredResponses
+from router.http.stored import Known, StoredResponses, Verb
 from router.openai.body import Prepared
 from router.openai.reading import read
-from router.show.front import Front, as_json
+from router.show.front import Front
 
 
 class Nowhere:
@@ -47,97 +47,83 @@ class Nowhere:
 class ResponseRoutes:
     """The endpoints below `/v1/responses`. api: generates what their bodies are prepared to."""
 
-    def __init__(self, front: Front, api: Api) -> None:
-        self._served, self._api = front.served, api
-        config = front.served.config
-        self._store = ResponseStore(config.stored_responses_mib << 20, config.stored_response_ttl_s)
-        self._stored = StoredResponses(self._store, front.siblings)
+    def __init__(self, front: Front, api: Api, stored: StoredResponses) -> None:
+        self._served, self._api, self._stored = front.served, api, stored
         self._tasks = set[asyncio.Task[None]]()  # the loop holds tasks weakly
 
     async def create(self, request: Request) -> Response:
         """POST /v1/responses."""
-        owner, raw = self._owner(request), await self._api.body(request)
-        begin = partial(self._api.generate, request, raw, partial(self._prepared, owner))
-        answer = await self._stored.with_all(owner, begin)
+        answer = await self._generate(request, self._prepared)
         form = answer.form
         assert isinstance(form, ResponseAnswer)
         if not form.is_background:
             return answer
-        begun = form.begin()
-        self._store.begin(begun["id"], answer.leave)
-        task = asyncio.create_task(self._run(answer, begun["id"]))
+        self._stored.store.watch(form.name, answer.leave)
+        task = asyncio.create_task(_run(answer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return JSONResponse(begun)
+        return Response(form.begun, media_type="application/json")
 
     async def compact(self, request: Request) -> Response:
         """POST /v1/responses/compact."""
-        owner, raw = self._owner(request), await self._api.body(request)
-        begin = partial(self._api.generate, request, raw, partial(self._condensed, owner))
-        return await self._stored.with_all(owner, begin)
+        return await self._generate(request, self._condensed)
+
+    async def _generate(self, request: Request, prepared: Callable[..., Prepared]) -> Answer:
+        owner, raw = owner_of_request(request), await self._api.body(request)
+
+        async def begin(known: Known) -> Answer:
+            prepare = partial(prepared, known)
+            return await self._api.generate(request, raw, prepare, slow=known.is_slow)
+
+        return await self._stored.with_known(owner, begin)
 
     async def count(self, request: Request) -> Response:
         """POST /v1/responses/input_tokens."""
-        owner, raw = self._owner(request), await self._api.body(request)
+        owner, raw = owner_of_request(request), await self._api.body(request)
         own_salt = Exchange.of(request.scope).own_salt
 
-        def counted(raw: bytes) -> dict[str, Any]:
+        def counted(known: Known, raw: bytes) -> dict[str, Any]:
             body = _read(raw)
             self._served.check_model(body.model)
-            before, own = conversation_of(body, self._store, owner)
-            chat = chat_of_response(body, [*before, *own])
-            num = num_tokens(self._served, own_salt, chat)
+            _, items = conversation_of(body, known.responses)
+            num = num_tokens(self._served, own_salt, chat_of_response(body, items))
             return {"object": "response.input_tokens", "input_tokens": num}
 
-        return await self._stored.with_all(owner, lambda: self._api.told(raw, counted))
+        async def count(known: Known) -> Response:
+            return await self._api.told(raw, partial(counted, known), slow=known.is_slow)
+
+        return await self._stored.with_known(owner, count)
 
     async def get(self, request: Request) -> Response:
         """GET /v1/responses/{name}."""
         if request.query_params.get("stream") == "true":
             raise unsupported("stream: a response that is kept is not streamed", "stream")
-        return JSONResponse(
-            (await self._stored.get(request.path_params["name"], self._owner(request))).response
-        )
+        return await self._told(request, "shown")
 
     async def inputs(self, request: Request) -> Response:
         """GET /v1/responses/{name}/input_items."""
-        name, items = (
-            request.path_params["name"],
-            (await self._found(request)).inputs,
-        )
-        data = [{"id": f"{name}-{i}", **item} for i, item in enumerate(items)]
-        if request.query_params.get("order", "desc") == "desc":
-            data.reverse()
-        ids: list[Any] = [item["id"] for item in data] or [""]
-        about = {"object": "list", "first_id": ids[0], "last_id": ids[-1], "has_more": False}
-        return JSONResponse({"data": data, **about})
+        is_last_first = request.query_params.get("order", "desc") == "desc"
+        return await self._told(request, "desc" if is_last_first else "asc")
 
     async def delete(self, request: Request) -> Response:
         """DELETE /v1/responses/{name}."""
         name = request.path_params["name"]
-        self._store.delete(name, self._owner(request))
+        await self._stored.ask("delete", owner_of_request(request), name)
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         """POST /v1/responses/{name}/cancel."""
-        kept = self._store.cancel(request.path_params["name"], self._owner(request))
-        return JSONResponse(kept.response)
+        return await self._told(request, "cancel")
 
-    async def own(self, request: Request) -> Response:
-        """GET /dashboard/responses/{name}: what this router has kept, for the others."""
-        kept = self._store.of_anybody(request.path_params["name"])
-        return as_json(kept)
+    async def _told(self, request: Request, verb: Verb) -> Response:
+        owner = owner_of_request(request)
+        raw = await self._stored.ask(verb, owner, request.path_params["name"])
+        return self._stored.shown(owner, raw)
 
-    async def _found(self, request: Request) -> Kept:
-        return await self._stored.get(request.path_params["name"], self._owner(request))
+    def _prepared(self, known: Known, raw: bytes, own_salt: str) -> Prepared:
+        return self._made(known, read(ResponseBody, raw), own_salt)
 
-    def _owner(self, request: Request) -> str:
-        return Exchange.of(request.scope).client
-
-    def _prepared(self, owner: str, raw: bytes, own_salt: str) -> Prepared:
-        return self._made(read(ResponseBody, raw), owner, own_salt)
-
-    def _condensed(self, owner: str, raw: bytes, own_salt: str) -> Prepared:
+    def _condensed(self, known: Known, raw: bytes, own_salt: str) -> Prepared:
         """The summary is asked for as one more message; no tool is called and nothing is kept."""
         body = _read(raw)
         if body.stream or body.background:
@@ -145,38 +131,49 @@ class ResponseRoutes:
             raise invalid(f"{name}: /compact answers whole, and at once", name)
         fixed: dict[str, Any] = {"tools": [], "tool_choice": "auto", "text": {}, "store": False}
         body = body.model_copy(update=fixed)
-        return self._made(body, owner, own_salt, condenses=True)
+        return self._made(known, body, own_salt, condenses=True)
 
     def _made(
-        self, body: ResponseBody, owner: str, own_salt: str, *, condenses: bool = False
+        self, known: Known, body: ResponseBody, own_salt: str, *, condenses: bool = False
     ) -> Prepared:
-        before, own = conversation_of(body, self._store, owner)
+        parts, items = conversation_of(body, known.responses)
         asks, form = ((ASK,), CompactAnswer) if condenses else ((), ResponseAnswer)
-        chat = chat_of_response(body, [*before, *own, *asks])
+        chat = chat_of_response(body, [*items, *asks])
+        store, head = self._stored.store, head_of(body, self._served)
+        keeps = body.store and store.max_bytes > 0
+        if condenses:
+            parts = (said_in(items), *parts)
+        if keeps:
+            store.check(sum(map(len, head.values())), parts)
         asked = Asked(
-            head=head_of(body, self._served),
-            owner=owner,
-            inputs=own,
-            conversation=[*before, *own],
-            store=self._store,
+            head=head,
+            owner=known.owner,
+            tag=self._stored.tag,
+            parts=parts,
+            store=store,
             spaces=spaces_of(body),
             think_end=self._api.preparer.think_end,
+            keeps=keeps,
+            is_background=body.background,
         )
         prepared = self._api.preparer.of_chat(chat, own_salt)
         return replace(prepared, form=partial(form, asked))
 
-    async def _run(self, answer: Answer, name: str) -> None:
-        async def nobody_reads(message: Message) -> None:
-            pass
 
-        async def nobody_writes() -> Message:
-            return {"type": "http.disconnect"}
+async def _run(answer: Answer) -> None:
+    async def nobody_reads(message: Message) -> None:
+        pass
 
-        scope = {"type": "http", "path": "/v1/responses", "outlet": Nowhere()}
-        try:
-            await answer(scope, nobody_writes, nobody_reads)
-        finally:
-            self._store.end(name)
+    async def nobody_writes() -> Message:
+        return {"type": "http.disconnect"}
+
+    scope = {"type": "http", "path": "/v1/responses", "outlet": Nowhere()}
+    await answer(scope, nobody_writes, nobody_reads)
+
+
+def owner_of_request(request: Request) -> str:
+    """Whose responses it may be about."""
+    return owner_of(Exchange.of(request.scope).client)
 
 
 def _read(raw: bytes) -> OpenResponseBody:

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
+from router.adapters.store import ResponseStore
 from router.errors import ApiError
 from router.http.access import Door, shut_guards, with_cors
 from router.http.admission import Admission
@@ -19,6 +20,7 @@ from router.http.exchange import CLIENT_GONE, Exchange, Exchanges
 from router.http.openapi import document
 from router.http.orders import Operator, OrderRoutes
 from router.http.responses import ResponseRoutes
+from router.http.stored import StoredResponses
 from router.http.table import GENERATING, ROUTES, Guard
 from router.show.front import Front
 from router.show.pages import Pages
@@ -32,6 +34,7 @@ class Endpoints:
 
     api: Api
     responses: ResponseRoutes
+    stored: StoredResponses
     status: StatusRoutes
     pages: Pages
     orders: OrderRoutes
@@ -77,10 +80,15 @@ def application(front: Front, admission: Admission, operator: Operator | None = 
     """The ASGI application over `front`. operator: carries out orders; None: nobody."""
     keys = admission.keys is not None
     shut = shut_guards(front.served.config, keys=keys)
-    api = Api(front, admission)
+    api, config = Api(front, admission), front.served.config
+    most, most_of_one = config.stored_responses_mib << 20, config.stored_response_mib << 20
+    store = ResponseStore(most, most_of_one, config.stored_response_ttl_s)
+    stored = StoredResponses(front, store)
+    front.hand_over = stored.hand_over
     endpoints = Endpoints(
         api=api,
-        responses=ResponseRoutes(front, api),
+        responses=ResponseRoutes(front, api, stored),
+        stored=stored,
         status=StatusRoutes(front, guarded=Guard.OPERATOR in shut),
         pages=Pages(front),
         orders=OrderRoutes(operator, front.served.config, keys=keys),

@@ -247,7 +247,7 @@ ROUTES = (
               summary="What this router alone knows of `/dashboard/data`",
               replies=(_json(None, {}),)),
     _operator("/dashboard/static/{name:path}", "pages.file"),
-    Route("", Guard.ROUTER, "/dashboard/responses/{name}", "responses.own"),
+    Route("", Guard.ROUTER, "/dashboard/responses/{verb}/{owner}/{name}", "stored.answer", POST),
     _operator(
         "/config", "status.config",
         summary="The resolved configuration and the members of the cluster",

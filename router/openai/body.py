@@ -65,6 +65,9 @@ class AnswerForm(Protocol):
         """The last events of a stream that breaks off."""
         ...
 
+    def close(self) -> None:
+        """Nothing more is written."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:

@@ -1,6 +1,6 @@
 """What all routes of a router share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,7 @@ class Front:
     tracer: "Tracer | None" = None
     draining: bool = False
     num_open: int = 0  # HTTP generation requests that have not ended
+    hand_over: Callable[[], Awaitable[None]] | None = None  # what is kept, to others, at the end
     period: Period = field(init=False)  # of what it has done
 
     def __post_init__(self) -> None:

@@ -19,6 +19,8 @@ from worker.api import Member
 
 TIMEOUT_S = 1.0  # for another router's page
 STALE_S = 15.0  # so long the last page of a busy one stands for it: sums must not fall meanwhile
+TELL_S = 1.0  # for what one is told
+MAX_TOLD = 16  # requests at one router at a time, beside those for pages
 HELP = "# HELP "
 
 
@@ -33,7 +35,10 @@ class Siblings:
     ) -> None:
         self._members, self._member, self._said = members, member, said
         # Nothing here speaks TLS, and to verify would load all certificates of the machine.
-        self._client = httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, verify=False)
+        self._client = httpx.AsyncClient(
+            timeout=max(TIMEOUT_S, TELL_S), trust_env=False, verify=False, limits=httpx.Limits()
+        )
+        self._slots: dict[str, asyncio.Semaphore] = {}  # by address
         self._last: dict[tuple[str, str], tuple[str, float]] = {}  # (address, form) -> page, when
         self._registry = CollectorRegistry()
         self._count = Gauge(
@@ -47,6 +52,16 @@ class Siblings:
     def name(self) -> str:
         """Of this router."""
         return self._member.name
+
+    @property
+    def incarnation(self) -> str:
+        """Of this router."""
+        return self._member.incarnation
+
+    def routers(self) -> list[Member]:
+        """All other routers of the cluster."""
+        routers = (known.member for known in self._members.all() if known.member.role == "router")
+        return [router for router in routers if router.name != self.name]
 
     def shares(self, port: int) -> bool:
         """Whether it is the shared port, and not the one that this router has of its own."""
@@ -73,11 +88,23 @@ class Siblings:
 
     async def ask_routers(self, path: str) -> dict[str, str | None]:
         """What every other router of the cluster answers at its own port; None: not in time."""
-        routers = [known.member for known in self._members.all() if known.member.role == "router"]
-        addresses = {member.name: member.metrics_address for member in routers}
-        addresses.pop(self.name, None)
+        addresses = {member.name: member.metrics_address for member in self.routers()}
         answers = await self._ask_all(addresses.values(), path)
         return dict(zip(addresses, answers, strict=True))
+
+    async def tell(self, router: Member, path: str, content: bytes = b"") -> httpx.Response | None:
+        """What one answers to a POST at its own port; None: nothing in time.
+
+        Few ask it at a time: one that stands still holds nobody up who asks another.
+        """
+        address = router.metrics_address
+        slots = self._slots.setdefault(address, asyncio.Semaphore(MAX_TOLD))
+        try:
+            async with asyncio.timeout(TELL_S), slots:
+                url = f"http://{address}{path}"
+                return await self._client.post(url, content=content, headers=self._said(path))
+        except (httpx.HTTPError, TimeoutError):
+            return None
 
     async def close(self) -> None:
         """End the connections to them."""

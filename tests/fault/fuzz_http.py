@@ -8,7 +8,7 @@ Bodies, heads, fields, framing, depth and sizes are mutated; some requests stay 
 leave. Prints what was sent and answered, and how a well-behaved client beside it fared: also as a
 multiple of how it fares beside as many honest requests a second, of which as many generate, since
 on few cores any requests slow others down. --keys: that client and the fuzzer each have an API key.
---attacks: then what `tests.fault.http_attacks` does.
+--attacks: then what `tests.fault.http_attacks` and `stored_attacks` do; with a word, what it names.
 
 Exits with 1, and keeps the request in a file, if an answer is a 5xx (but 503 with Retry-After), is
 not in OpenAI's form or never comes, if a process ends or is replaced, if that client fails or gets
@@ -31,7 +31,8 @@ from dataclasses import dataclass, field
 from tests.e2e.harness import enter_namespace_of
 from tests.e2e.raw import Connection
 from tests.e2e.shared import BRIEF
-from tests.fault.http_attacks import attack
+from tests.fault.http_attacks import ATTACKS, attack
+from tests.fault.stored_attacks import ATTACKS as STORED
 from tests.support.bystander import ASKS
 from tests.support.disturbed import Watched
 from tests.support.fuzzing import kept, parser_of, tell_breaches, watched_cluster
@@ -202,7 +203,9 @@ def told(answers: Answers, took_s: float) -> Iterator[str]:
 def main(argv: Sequence[str]) -> int:
     parser = parser_of(__doc__, "requests")
     parser.add_argument("--keys", action="store_true", help="each of them has an API key")
-    parser.add_argument("--attacks", action="store_true", help="also floods of large things")
+    parser.add_argument(
+        "--attacks", nargs="?", const="", help="also floods of large things: whose names have this"
+    )
     args = parser.parse_args(argv)
     with tempfile.NamedTemporaryFile("w") as keys, ExitStack() as stack:
         keys.write(KEYS)
@@ -218,8 +221,9 @@ def main(argv: Sequence[str]) -> int:
         others, others_s = asyncio.run(company(watched.serve.port, answers, took_s))
         lines += [*told(others, others_s), *watched.compared(beside, watched.noted())]
         breaches = breaches_of(answers) + breaches_of(others)
-        if args.attacks:
-            for made in attack(watched):
+        rows = [row for row in (*ATTACKS, *STORED) if (args.attacks or "") in row[0]]
+        if args.attacks is not None:
+            for made in attack(watched, of=rows):
                 lines.append(str(made))
                 breaches += made.breaches
         breaches += watched.breaches()

@@ -5,7 +5,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,6 +49,7 @@ class Attack:
     told: list[Told]
     beside: Stretch
     expected: tuple[int, ...]  # statuses that are right
+    memory: str  # of routers
 
     @property
     def breaches(self) -> list[str]:
@@ -63,7 +64,8 @@ class Attack:
             p99 = took[min(len(took) - 1, int(0.99 * len(took)))]
             span = f"{took[0]:.0f} to {took[-1]:.0f} ms, p99 {p99:.0f}"
             parts.append(f"{num} times {status or 'cut off'} after {span}")
-        return f"{self.name}: {'; '.join(parts)}\n  client, beside: {self.beside}"
+        told = f"{self.name}: {'; '.join(parts)}\n  client, beside: {self.beside}"
+        return f"{told}\n  routers: {self.memory}"
 
 
 async def told(connection: Connection, *parts: bytes) -> Told:
@@ -167,7 +169,9 @@ async def streams(port: int, sizes: Sizes, key: bytes = KEY) -> list[Told]:
     return await at_once(sizes.num_streams, lambda each: told(each, raw), port)
 
 
-ATTACKS: tuple[tuple[str, Callable[[int, Sizes], Awaitable[list[Told]]], tuple[int, ...]], ...] = (
+Made = Callable[[int, Sizes], Awaitable[list[Told]]]
+Row = tuple[str, Made, tuple[int, ...]]  # of the last one each status is right
+ATTACKS: tuple[Row, ...] = (
     ("slow heads, others' requests", loris, (200,)),
     ("large bodies", large_bodies, (413,)),
     ("large bodies in chunks", large_chunked_bodies, (413,)),
@@ -178,12 +182,15 @@ ATTACKS: tuple[tuple[str, Callable[[int, Sizes], Awaitable[list[Told]]], tuple[i
 )
 
 
-def attack(watched: Watched, sizes: Sizes = Sizes()) -> Iterator[Attack]:
+def attack(
+    watched: Watched, sizes: Sizes = Sizes(), of: Sequence[Row] = ATTACKS
+) -> Iterator[Attack]:
     """All of them, one after another."""
-    for name, made, expected in ATTACKS:
+    for name, made, expected in of:
         watched.noted()
+        watched.most.clear()
 
-        async def run(made: Callable[[int, Sizes], Awaitable[list[Told]]] = made) -> list[Told]:
+        async def run(made: Made = made) -> list[Told]:
             looking = asyncio.create_task(_look(watched))
             found, began = list[Told](), time.monotonic()
             while not found or time.monotonic() - began < sizes.least_s:
@@ -192,10 +199,10 @@ def attack(watched: Watched, sizes: Sizes = Sizes()) -> Iterator[Attack]:
             return found
 
         found = asyncio.run(run())
-        yield Attack(name, found, watched.noted(), expected)
+        yield Attack(name, found, watched.noted(), expected, watched.most_of("router"))
 
 
 async def _look(watched: Watched) -> None:
     while True:
         watched.look()
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.2)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.shared import BRIEF, Clusters
-from tests.fault import fuzz_http, fuzz_wire, http_attacks
+from tests.fault import fuzz_http, fuzz_wire, http_attacks, stored_attacks
 from tests.support import pairwise
 from tests.support.disturbed import watching
 from tests.support.fuzzing import kept
@@ -44,7 +44,8 @@ def test_wrong_requests_harm_nobody(clusters: Clusters, place: Path) -> None:
 def test_floods_of_large_things_are_told_and_harm_nobody(clusters: Clusters) -> None:
     with watching(clusters.lend(*BRIEF), UNDISTURBED_S) as watched:
         breaches: list[str] = []
-        for made in http_attacks.attack(watched, SIZES):
+        rows = (*http_attacks.ATTACKS, *stored_attacks.ATTACKS)
+        for made in http_attacks.attack(watched, SIZES, rows):
             print(made)
             breaches += made.breaches
         breaches += watched.breaches()

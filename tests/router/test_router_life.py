@@ -261,7 +261,7 @@ def test_error_of_the_worker_reaches_the_client(
 BROKEN: dict[str, tuple[dict[str, Any], bytes]] = {  # a body, and in what its stream ends
     "messages": ({"messages": HELLO, "max_tokens": 9}, b'event: error\ndata: {"type":"error",'
                  b'"error":{"type":"api_error","message":"broken"}}'),
-    "responses": ({"input": "a"}, b'"status":"failed","output":[],'
+    "responses": ({"input": "a"},
                   b'"error":{"code":"server_error","message":"broken"}'),
 }  # fmt: skip
 

@@ -135,9 +135,9 @@ class Bench:
             return Body(prepared, "x", [req])
         if kind == "messages":
             return MessageAnswer(req.sampling.max_tokens, prepared, "x", [req])
-        head = {"background": False, "store": False, "object": "response", "model": "m"}
+        head = {"background": False, "object": "response", "model": "m"}
         head |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
-        asked = Asked(head, "", (), (), ResponseStore(0, 1), {}, None)
+        asked = Asked(head, "", "tag", (), ResponseStore(0, 0, 1), {}, None, keeps=False)
         return ResponseAnswer(asked, prepared, "x", [req])
 
 

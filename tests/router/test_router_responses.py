@@ -1,28 +1,20 @@
 """OpenAI's responses: what a chat is asked, what answers look like, and what is kept of them."""
 
-import gc
-import math
-import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from msgspec import structs
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from router.adapters.store import Kept, ResponseStore
-from router.errors import ApiError
 from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
     QWEN,
     DecodeDouble,
     Serve,
     Served,
-    client_of,
-    routed,
     speak,
 )
 from tests.support.patience import HANG_S, until
@@ -272,81 +264,3 @@ def test_nobody_reads_what_another_key_has_stored(serve: Serve, text: Text, tmp_
     name = httpx.post(f"{url}/v1/responses", **asked, headers=headers[0]).json()["id"]
     found = [httpx.get(f"{url}/v1/responses/{name}", headers=each) for each in headers]
     assert [response.status_code for response in found] == [200, 404]
-
-
-@pytest.mark.parametrize("access", ["none", "auto", "open"])
-def test_another_router_finds_what_one_has_stored(text: Text, tmp_path: Path, access: str) -> None:
-    (tmp_path / "keys").write_text("x\ny\n")  # the client's is the first
-    options: dict[str, Any] = {} if access == "none" else {"api_key_file": str(tmp_path / "keys")}
-    options |= {"admin_access": access} if access != "none" else {}
-    double = DecodeDouble(script=speak(text.encode("one", add_special_tokens=False), kept=True))
-    members = [double.member]
-    with (
-        routed(text.directory, members, **options) as (first, url),
-        routed(text.directory, members, **options) as (second, other_url),
-    ):
-        members = [structs.replace(first.listed[0], name="router-1"), double.member]
-        second.update_members([second.listed[0], *members])
-        with client_of(url) as client, client_of(other_url) as other:
-            made = client.responses.create(model="small", input="a")
-            until(lambda: is_known(other, made.id))
-            more = other.responses.create(model="small", input="b", previous_response_id=made.id)
-            assert "one<|im_end|>" in [double.prompt(text) for _ in range(2)][1]
-            assert other.responses.retrieve(more.id).previous_response_id == made.id
-            with pytest.raises(openai.NotFoundError):
-                client.responses.retrieve(more.id)  # the first has not heard of the second
-            page = f"{url}/dashboard/responses/{made.id}"
-            status = httpx.get(page, headers={"x-api-key": "y"}, timeout=HANG_S).status_code
-            assert status == (200 if access == "none" else 403)
-    double.die()
-
-
-def is_known(client: openai.OpenAI, name: str) -> bool:
-    try:
-        return client.responses.retrieve(name).output_text == "one"
-    except openai.NotFoundError:
-        return False
-
-
-def kept(name: str, num_bytes: int = 100) -> Kept:
-    return Kept("", {"id": name, "background": False, "pad": "x" * num_bytes}, (), ())
-
-
-def is_there(store: ResponseStore, name: str) -> bool:
-    try:
-        return store.get(name, "").response["id"] == name
-    except ApiError:
-        return False
-
-
-def test_the_store_is_bounded_in_bytes_and_in_time() -> None:
-    now = time.monotonic()
-    store = ResponseStore(1000, 10.0, lambda: now)
-    for i in range(9):
-        store.put(kept(str(i)))
-    there = [is_there(store, str(i)) for i in range(9)]
-    assert there == sorted(there)  # the oldest went
-    assert 4 < sum(there) < 9
-    store.put(kept("huge", 2000))
-    assert not is_there(store, "huge")
-    assert is_there(store, "8")
-    store.put(kept("8", 900))  # in place of the other
-    assert [is_there(store, name) for name in ("7", "8")] == [False, True]
-    now += 10
-    assert not is_there(store, "8")
-    store.put(kept("9", 900))
-    assert is_there(store, "9")
-
-
-def test_collections_of_garbage_do_not_walk_through_what_is_kept() -> None:
-    store = ResponseStore(1 << 20, 10.0)
-    store.put(Kept("", {"id": "nan"}, [{"x": math.nan}], ()))  # as it is sent, JSON has no NaN
-    assert store.get("nan", "").inputs == [{"x": None}]
-    gc.collect()
-    before = len(gc.get_objects())
-    for i in range(100):
-        item = {"type": "message", "content": [{"type": "text", "text": str(i)}]}
-        store.put(Kept("", {"id": str(i), "output": [item]}, [item], [item] * 20))
-    assert store.get("7", "").conversation[19]["content"] == [{"type": "text", "text": "7"}]
-    gc.collect()
-    assert len(gc.get_objects()) - before < 200

@@ -103,6 +103,13 @@ class Watched:
         for pid, size in sizes().items():
             self.most[pid] = max(self.most.get(pid, 0), size.num_bytes)
 
+    def most_of(self, word: str) -> str:
+        """How large those have been lately whose command has this word."""
+        named = {pid: size for pid, size in self.before.items() if word in size.line}
+        pairs = (f"{size.num_bytes >> 20} to {self.most.get(pid, 0) >> 20} MiB"
+                 for pid, size in named.items())  # fmt: skip
+        return ", ".join(pairs) or "none"
+
     def is_over(self) -> bool:
         """Whether a process has ended that may not, so that nothing more can be learned."""
         pids = [pid for pid, *_ in self._rows.values() if pid]
