@@ -40,6 +40,7 @@ log = logging.getLogger("kvlane.router")
 
 MAX_JITTER = 0.5  # of retry_after_s
 SURE = 0.5  # of the queue timeout: another client that comes may halve the turns of this one
+PLACE_S = 0.005  # of a turn of the loop; a prompt of 128k tokens takes 10 ms
 MIN_PAUSE_S = 0.05  # even if retry_after_s is 0: never a busy loop
 
 
@@ -55,7 +56,7 @@ class Req:
     salt: str = ""  # `Generate.salt`
     # Set when it is submitted.
     req_id: str = ""  # unique in the cluster: workers know it by this
-    client: str = ""  # its API key's name; "": there are no keys
+    client: str = ""  # whom it counts for in turns: `http/source.py`
     priority: int = 0  # among the requests of its client; the least is first
     mailbox: Mailbox = field(init=False)
     arrived_at: float = 0.0  # monotonic
@@ -146,6 +147,7 @@ class Queue:
         self._waiting: Turns[Req] = Turns()
         self.num_of = self._waiting.num_of
         self._begun: list[Req] = []  # have output, and go before all others
+        self._goes_on = False  # `place` has stopped in between, and is to come again
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._begun)
@@ -181,9 +183,22 @@ class Queue:
             req.timers.append(self._loop.call_later(self._queue_timeout_s, self._late, req, now))
 
     def place(self) -> None:
-        """Send as many as workers may take now; those that nobody can go on with expire."""
+        """Send as many as workers may take now; those that nobody can go on with expire.
+
+        What takes longer than PLACE_S goes on in a later turn of the loop.
+        """
+        if self._goes_on:
+            return
+        until = time.monotonic() + PLACE_S
         while len(self):
-            req, decode = self._next(self._members.open_decode(time.monotonic()))
+            now = time.monotonic()
+            if now > until:
+                self._goes_on = True
+                self._loop.call_soon(self._go_on)
+                return
+            # One that has more to read than it has granted (`Wire`) gets the rest when it has.
+            open_ones = self._members.open_decode(now)
+            req, decode = self._next([k for k in open_ones if not self._wire.is_held(k.peer)])
             if req is None:
                 break
             preferred = [known for known in decode if known.peer != req.avoid]
@@ -203,6 +218,10 @@ class Queue:
         for req in doomed:  # not at once: to end a request is to `place` others
             self._waiting.remove(req)
             self._loop.call_soon(self._expired, req, 0.0)
+
+    def _go_on(self) -> None:
+        self._goes_on = False
+        self.place()
 
     def claimed(self, req: Req, decode: PeerId) -> None:
         """A worker had it already, and goes on with it."""
@@ -263,7 +282,7 @@ class Queue:
 
     def _send(self, req: Req, route: Route, after: str) -> None:
         now = time.monotonic()
-        if not req.was_sent:
+        if not (req.was_sent or after):  # who follows its leader finds the prompt computed
             self._waiting.charge(req.client, len(req.prompt))
         req.scored.clear()  # another worker begins anew
         req.dispatch += 1

@@ -89,7 +89,7 @@ class ResponseRoutes:
             num = num_tokens(self._served, own_salt, chat)
             return {"object": "response.input_tokens", "input_tokens": num}
 
-        return await self._stored.with_all(owner, lambda: self._api.told(raw, counted))
+        return await self._stored.with_all(owner, lambda: self._api.told(request, raw, counted))
 
     async def get(self, request: Request) -> Response:
         """GET /v1/responses/{name}."""
@@ -163,7 +163,8 @@ class ResponseRoutes:
             think_end=self._api.preparer.think_end,
         )
         prepared = self._api.preparer.of_chat(chat, own_salt)
-        return replace(prepared, form=partial(form, asked))
+        background = not condenses and bool(getattr(body, "background", False))
+        return replace(prepared, form=partial(form, asked), is_background=background)
 
     async def _run(self, answer: Answer, name: str) -> None:
         async def nobody_reads(message: Message) -> None:

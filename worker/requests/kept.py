@@ -5,15 +5,20 @@ router, which asks all decode workers for the request of that key. What was sent
 while it runs and for a while after its end, so whoever claims it gets the same chunks.
 """
 
+import ctypes
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from worker.api import Chunks, FinishReason, TokenChunk, decode, encode
-from worker.schedule.req import Req
+from worker.api import FinishReason, TokenChunk
+from worker.schedule.req import Req, Sent
 
 KEPT_S = 60.0  # after its end, or while nobody wants it
-MAX_BYTES = 64 << 20  # of answers that have ended; the oldest are forgotten first
+# Of all answers, as they are held. The oldest that have ended are forgotten first, then the oldest
+# that run: who comes back for them has them computed anew.
+MAX_BYTES = 64 << 20
+TRIM_BYTES = 16 << 20  # let go of since glibc has given memory back
 COMPLETE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # glibc has it
 
 
 class KeptAnswers:
@@ -21,8 +26,8 @@ class KeptAnswers:
 
     def __init__(self) -> None:
         self._running: dict[str, Req] = {}
-        self._ended: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # `Chunks`; until when
-        self._num_bytes = 0
+        self._ended: OrderedDict[str, tuple[Sent, float]] = OrderedDict()  # until when
+        self._num_ended_bytes = self._num_freed = 0
 
     def begin(self, req: Req) -> None:
         """Note a request that was admitted; what had its key before is not found any more."""
@@ -31,7 +36,9 @@ class KeptAnswers:
         if output and req.sampling.logprobs >= 0:
             return  # these have no logprobs here
         self._running[req.claim_key] = req
-        req.sent = [TokenChunk(*req.key, req.num_prompt_tokens, output)] if output else []
+        req.sent = Sent()
+        if output:
+            req.sent.append(TokenChunk(*req.key, req.num_prompt_tokens, output))
 
     def orphan(self, req: Req, now: float) -> bool:
         """Let `req` run on although nobody wants it now; False: nobody can claim it."""
@@ -47,29 +54,41 @@ class KeptAnswers:
             return
         del self._running[key]
         if reason in COMPLETE and req.sent is not None:
-            packed = encode(Chunks(tuple(req.sent)))
-            self._ended[key] = packed, now + KEPT_S
-            self._num_bytes += len(packed)
-        while self._num_bytes > MAX_BYTES:
-            self._drop(next(iter(self._ended)))
+            self._ended[key] = req.sent, now + KEPT_S
+            self._num_ended_bytes += req.sent.num_bytes
+        elif req.sent is not None:
+            self._num_freed += req.sent.num_bytes
+        req.sent = None
 
     def sweep(self, now: float) -> None:
-        """Forget answers that nobody has claimed in time."""
+        """Forget answers that nobody has claimed in time, and what is too much."""
         while self._ended and next(iter(self._ended.values()))[1] < now:
             self._drop(next(iter(self._ended)))
+        while self._num_running_bytes + self._num_ended_bytes > MAX_BYTES:
+            if self._ended:
+                self._drop(next(iter(self._ended)))
+            else:
+                req = self._running.pop(next(iter(self._running)))
+                self._num_freed += req.sent.num_bytes if req.sent is not None else 0
+                req.sent = None
+        if self._num_freed > TRIM_BYTES:
+            self._num_freed = 0
+            _trim(0)
+
+    @property
+    def _num_running_bytes(self) -> int:
+        sents = (req.sent for req in self._running.values())
+        return sum(sent.num_bytes for sent in sents if sent is not None)
 
     def find(self, key: str) -> tuple[Req | None, Sequence[TokenChunk]] | None:
         """The request of this key, None in its place if it has ended, and what was sent of it."""
         if (req := self._running.get(key)) is not None:
             assert req.sent is not None
-            return req, req.sent
-        if key not in self._ended:
-            return None
-        chunks = decode(self._ended[key][0])
-        assert isinstance(chunks, Chunks)
-        return None, chunks.chunks
+            return req, req.sent.chunks()
+        return (None, self._ended[key][0].chunks()) if key in self._ended else None
 
     def _drop(self, key: str) -> None:
         if key in self._ended:
-            packed, _ = self._ended.pop(key)
-            self._num_bytes -= len(packed)
+            sent, _ = self._ended.pop(key)
+            self._num_ended_bytes -= sent.num_bytes
+            self._num_freed += sent.num_bytes
