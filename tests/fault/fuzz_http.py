@@ -3,6 +3,7 @@
     python -m tests.fault.fuzz_http --seconds 60
     python -m tests.fault.fuzz_http --requests 200000 --seconds 3600 --rate 60 --seed 7
     python -m tests.fault.fuzz_http --seconds 30 --keys --attacks
+    python -m tests.fault.fuzz_http --requests 64 --crowds
 
 Bodies, heads, fields, framing, depth and sizes are mutated; some requests stay halves, some clients
 leave. Prints what was sent and answered, and how a well-behaved client beside it fared: also as a
@@ -27,11 +28,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tests.e2e.harness import enter_namespace_of
 from tests.e2e.raw import Connection
 from tests.e2e.shared import BRIEF
-from tests.fault.http_attacks import attack
+from tests.fault.crowd_attacks import CROWDS, indenting_model
+from tests.fault.http_attacks import ATTACKS, attack
 from tests.support.bystander import ASKS
 from tests.support.disturbed import Watched
 from tests.support.fuzzing import kept, parser_of, tell_breaches, watched_cluster
@@ -203,11 +206,15 @@ def main(argv: Sequence[str]) -> int:
     parser = parser_of(__doc__, "requests")
     parser.add_argument("--keys", action="store_true", help="each of them has an API key")
     parser.add_argument("--attacks", action="store_true", help="also floods of large things")
+    parser.add_argument("--crowds", action="store_true", help="of one client: crowd_attacks alone")
     args = parser.parse_args(argv)
     with tempfile.NamedTemporaryFile("w") as keys, ExitStack() as stack:
         keys.write(KEYS)
         keys.flush()
         more = ("--api-key-file", keys.name) if args.keys else ()
+        if args.crowds:
+            root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvl-", dir="/tmp")))
+            more += ("--set", f"model.path={indenting_model(root)}")
         serve, watched = stack.enter_context(watched_cluster(args, *BRIEF, *more))
         fuzzing = fuzz(
             watched, seconds=args.seconds, num=args.requests, seed=args.seed, rate=args.rate
@@ -218,9 +225,9 @@ def main(argv: Sequence[str]) -> int:
         others, others_s = asyncio.run(company(watched.serve.port, answers, took_s))
         lines += [*told(others, others_s), *watched.compared(beside, watched.noted())]
         breaches = breaches_of(answers) + breaches_of(others)
-        if args.attacks:
-            for made in attack(watched):
-                lines.append(str(made))
+        if args.attacks or args.crowds:
+            for made in attack(watched, attacks=CROWDS if args.crowds else ATTACKS):
+                print(made, flush=True)
                 breaches += made.breaches
         breaches += watched.breaches()
         print("\n".join([*lines, *watched.report()]))

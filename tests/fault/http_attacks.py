@@ -34,10 +34,25 @@ class Sizes:
     num_streams: int = 10_000
     stream_tokens: int = 16
     least_s: float = 3.0  # for which what is quick is done again and again
+    num_bodies: int = 80  # that are long
+    wait_s: float = 20.0  # for an answer to what never ends
+    values_mib: int = 31
+    num_grammars: int = 4
+    num_background: int = 600
 
 
 BRIEF = Sizes(
-    num_loris=300, loris_s=1.0, num_large=2, num_streams=500, stream_tokens=4, least_s=0.3
+    num_loris=300,
+    loris_s=1.0,
+    num_large=2,
+    num_streams=500,
+    stream_tokens=4,
+    least_s=0.3,
+    num_bodies=12,
+    wait_s=2.0,
+    values_mib=2,
+    num_grammars=2,
+    num_background=100,
 )
 
 
@@ -48,6 +63,8 @@ class Attack:
     name: str
     told: list[Told]
     beside: Stretch
+    alone: Stretch
+    sizes: str  # of processes
     expected: tuple[int, ...]  # statuses that are right
 
     @property
@@ -63,7 +80,9 @@ class Attack:
             p99 = took[min(len(took) - 1, int(0.99 * len(took)))]
             span = f"{took[0]:.0f} to {took[-1]:.0f} ms, p99 {p99:.0f}"
             parts.append(f"{num} times {status or 'cut off'} after {span}")
-        return f"{self.name}: {'; '.join(parts)}\n  client, beside: {self.beside}"
+        ratio = self.beside.percentile(0.99) / (self.alone.percentile(0.99) or 1)
+        lines = f"client, beside: {self.beside}", f"p99 {ratio:.2f} x alone; {self.sizes}"
+        return "\n  ".join([f"{self.name}: {'; '.join(parts)}", *lines])
 
 
 async def told(connection: Connection, *parts: bytes) -> Told:
@@ -88,13 +107,18 @@ async def told(connection: Connection, *parts: bytes) -> Told:
 
 
 async def at_once(
-    num: int, one: Callable[[Connection], Awaitable[Told]], port: int, limit: int = 500
+    num: int,
+    one: Callable[[Connection], Awaitable[Told]],
+    port: int,
+    limit: int = 500,
+    *,
+    source: str = "",
 ) -> list[Told]:
-    """So many clients, of which `limit` connect at a time."""
+    """So many clients, of which `limit` connect at a time, from an address."""
     slots = asyncio.Semaphore(limit)
 
     async def client() -> Told:
-        connection = Connection(port)
+        connection = Connection(port, source)
         async with slots:
             await connection.send_raw(b"")
         return await one(connection)
@@ -167,7 +191,8 @@ async def streams(port: int, sizes: Sizes, key: bytes = KEY) -> list[Told]:
     return await at_once(sizes.num_streams, lambda each: told(each, raw), port)
 
 
-ATTACKS: tuple[tuple[str, Callable[[int, Sizes], Awaitable[list[Told]]], tuple[int, ...]], ...] = (
+Attacks = tuple[tuple[str, Callable[[int, Sizes], Awaitable[list[Told]]], tuple[int, ...]], ...]
+ATTACKS: Attacks = (
     ("slow heads, others' requests", loris, (200,)),
     ("large bodies", large_bodies, (413,)),
     ("large bodies in chunks", large_chunked_bodies, (413,)),
@@ -178,10 +203,12 @@ ATTACKS: tuple[tuple[str, Callable[[int, Sizes], Awaitable[list[Told]]], tuple[i
 )
 
 
-def attack(watched: Watched, sizes: Sizes = Sizes()) -> Iterator[Attack]:
+def attack(
+    watched: Watched, sizes: Sizes = Sizes(), attacks: Attacks = ATTACKS
+) -> Iterator[Attack]:
     """All of them, one after another."""
-    for name, made, expected in ATTACKS:
-        watched.noted()
+    for name, made, expected in attacks:
+        watched.rest()
 
         async def run(made: Callable[[int, Sizes], Awaitable[list[Told]]] = made) -> list[Told]:
             looking = asyncio.create_task(_look(watched))
@@ -192,10 +219,11 @@ def attack(watched: Watched, sizes: Sizes = Sizes()) -> Iterator[Attack]:
             return found
 
         found = asyncio.run(run())
-        yield Attack(name, found, watched.noted(), expected)
+        beside = watched.noted()
+        yield Attack(name, found, beside, watched.undisturbed, watched.grown(), expected)
 
 
 async def _look(watched: Watched) -> None:
     while True:
         watched.look()
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.2)

@@ -24,6 +24,7 @@ END_S = 10.0
 NUM_CLIENTS = 2  # at once
 MAX_TOKENS = 6
 TIMEOUT_S = 120.0
+LIVE_S = 0.05  # between two questions whether the router's loop turns
 KEY = "bystander"  # an API key, where there are any
 PROMPTS = ("Tom has 3 apples.", "Two and two", "A", "There are 7 pears and 2 plums.")
 ASKS: tuple[dict[str, Any], ...] = tuple(
@@ -43,6 +44,7 @@ class Stretch:
     failed: list[str] = field(default_factory=list[str])
     wrong: list[str] = field(default_factory=list[str])
     took_ms: list[float] = field(default_factory=list[float])
+    live_ms: list[float] = field(default_factory=list[float])  # of /live
 
     def percentile(self, share: float) -> float:
         """In milliseconds; 0: nothing was asked."""
@@ -54,7 +56,8 @@ class Stretch:
             f"{self.num} requests in {self.seconds:.1f} s, {len(self.failed)} failed, "
             f"{len(self.wrong)} wrong, {self.num_told_later} times told to come later, "
             f"p50 {self.percentile(0.5):.0f} ms, "
-            f"p99 {self.percentile(0.99):.0f} ms, most {self.percentile(1):.0f} ms"
+            f"p99 {self.percentile(0.99):.0f} ms, most {self.percentile(1):.0f} ms, "
+            f"/live at most {max(self.live_ms, default=0):.0f} ms"
         )
 
 
@@ -146,7 +149,16 @@ async def main(url: str) -> None:
                 await one(http, url, number % len(ASKS), right, stretches[-1])
                 number += 1
 
+        async def prober() -> None:
+            while not over.is_set():
+                began, stretch = time.monotonic(), stretches[-1]
+                async with http.get(f"{url}/live") as answer:
+                    await answer.read()
+                stretch.live_ms.append(1e3 * (time.monotonic() - began))
+                await asyncio.sleep(LIVE_S)
+
         clients = [asyncio.create_task(client(3 * i)) for i in range(NUM_CLIENTS)]
+        clients.append(asyncio.create_task(prober()))
         began = time.monotonic()
         while await loop.run_in_executor(None, sys.stdin.readline):
             told, now = stretches[-1], time.monotonic()
