@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from worker.errors import KvlaneError
+from worker.errors import KvlaneError, UserError
 
 MAX_TURNS = 1_000_000  # of all loops
 MAX_CPU_S = 2.0  # of its thread
@@ -26,7 +26,7 @@ COUNTED, SIZED = "_counted", "_sized"  # names of templates
 _thread = threading.local()  # `writing`: the rendering that runs; `is_quick`
 
 
-class TooMuch(KvlaneError):
+class TooMuch(UserError):
     """A rendering has passed a bound, which the message names."""
 
 

@@ -42,7 +42,7 @@ async def indented(port: int, sizes: Sizes) -> list[Told]:
     for _ in range(150):
         inner = [inner]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"x": inner}}}
-    body = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": "none"}
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [tool]}
     return await _each(port, sizes.num_large, CHAT, body)
 
 
@@ -94,6 +94,19 @@ async def scored(port: int, sizes: Sizes) -> list[Told]:
     return await _each(port, sizes.num_large, TEXT, body)
 
 
+async def keyed(port: int, sizes: Sizes) -> list[Told]:
+    """Answers with logprobs, which workers keep for whoever comes back."""
+    body = {"prompt": "a", "max_tokens": sizes.keyed_tokens, "ignore_eos": True, "logprobs": 20}
+    raw = json.dumps({"model": "tiny"} | body).encode()
+    keys = iter(range(sizes.num_keyed))
+
+    async def one(connection: Connection) -> Told:
+        key = f"idempotency-key: crowd-{next(keys)}-{id(keys)}".encode()
+        return await told(connection, post(TEXT, raw, key))
+
+    return await at_once(sizes.num_keyed, one, port, source=ELSEWHERE)
+
+
 CROWDS: Attacks = (
     ("a template that writes much", indented, (400,)),
     ("bodies that never end", endless, (429, 408, 0)),
@@ -102,4 +115,5 @@ CROWDS: Attacks = (
     ("long grammars, n = 128", long_grammars, (200, 400, 429)),
     ("responses in the background", background, (200, 429)),
     ("logprobs of prompts, n = 128", scored, (200, 429)),
+    ("keyed answers with logprobs", keyed, (200, 429)),
 )

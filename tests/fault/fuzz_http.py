@@ -215,6 +215,7 @@ def main(argv: Sequence[str]) -> int:
         if args.crowds:
             root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvl-", dir="/tmp")))
             more += ("--set", f"model.path={indenting_model(root)}")
+            more += ("--set", "model.max_model_len=1024")
         serve, watched = stack.enter_context(watched_cluster(args, *BRIEF, *more))
         fuzzing = fuzz(
             watched, seconds=args.seconds, num=args.requests, seed=args.seed, rate=args.rate

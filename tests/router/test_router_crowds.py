@@ -5,6 +5,9 @@ import json
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -29,6 +32,7 @@ from tests.fault.router_doubles import (
     speak,
     wait_until,
 )
+from tests.support import pairwise
 from tests.support.patience import HANG_S
 from worker import api
 from worker.config import credit
@@ -112,8 +116,16 @@ def test_bodies_on_their_way_are_bounded_and_one_client_has_half() -> None:
     assert (arrivals.num, arrivals.num_bytes, arrivals.num_of("b")) == (1, 0, 0)
 
 
-@pytest.mark.parametrize("path", ["v1/chat/completions", "tokenize", "detokenize",
-                                  "v1/messages/count_tokens", "v1/responses/input_tokens"])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        "v1/chat/completions",
+        "tokenize",
+        "detokenize",
+        "v1/messages/count_tokens",
+        "v1/responses/input_tokens",
+    ],
+)
 def test_a_key_s_requests_at_a_time_count_from_their_head_on(
     serve: Serve, tmp_path_factory: pytest.TempPathFactory, path: str
 ) -> None:
@@ -257,33 +269,32 @@ def test_a_prompt_of_many_choices_is_scored_and_charged_once(serve: Serve, text:
     assert sorted(each.sampling.prompt_logprobs for each in asked) == [-1, -1, 1]
 
 
-@pytest.fixture
-def small_grants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members may say little at once."""
-    monkeypatch.setattr(credit, "MAX_UNITS", 1000)
+NUM, LONG = (80, 128_000) if pairwise.whole else (30, 30_000)
 
 
-NUM, LONG = 30, 30_000
-
-
-@pytest.mark.usefixtures("small_grants")
 def test_a_worker_dies_with_many_long_prompts(
-    serve: Serve, ask: Any, tmp_path_factory: pytest.TempPathFactory
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are more than its successor may be told at once: they wait here, and no link is cut."""
-    directory = make_model(tmp_path_factory.mktemp("model"), max_len=2 * LONG)
-    stats = api.WorkerStats(max_num_reqs=64, num_free_pages=10**6, num_pages=10**6)
+    if not pairwise.whole:
+        monkeypatch.setattr(credit, "MAX_UNITS", 1000)
+        monkeypatch.setattr(credit, "UNITS_PER_S", 2000)
+    directory = make_model(tmp_path / "model", max_len=LONG + 99)
+    fields = json.loads((directory / "config.json").read_text()) | {"vocab_size": 1 << 18}
+    (directory / "config.json").write_text(json.dumps(fields))
+    stats = api.WorkerStats(max_num_reqs=NUM, num_free_pages=10**6, num_pages=10**6)
     first = DecodeDouble("decode-0", stats=stats)
     _, url, router = serve(first, directory=directory)
-    futures = [ask(url, prompt=[i % 300 for i in range(LONG)], max_tokens=1) for _ in range(NUM)]
-    num_asked = min(NUM, 16)  # `ask` has so many threads
-    for _ in range(num_asked):
-        first.take()
-    second = DecodeDouble(
-        "decode-1", script=speak([5], finish=api.FinishReason.LENGTH), stats=stats
-    )
-    router.update_members([second.member])
-    first.die()
-    assert [future.result(HANG_S).status_code for future in futures] == [200] * NUM
+    bodies = [{"prompt": [100_000 + i] * LONG, "max_tokens": 1} for i in range(NUM)]
+    with ThreadPoolExecutor(NUM) as threads:
+        post = partial(httpx.post, f"{url}/v1/completions", timeout=HANG_S)
+        futures = [threads.submit(post, json=body) for body in bodies]
+        for _ in bodies:
+            first.take()
+        script = speak([5], finish=api.FinishReason.LENGTH)
+        second = DecodeDouble("decode-1", script=script, stats=stats)
+        router.update_members([second.member])
+        first.die()
+        assert [future.result(HANG_S).status_code for future in futures] == [200] * NUM
     assert second._wire.refusals.num_messages == first._wire.refusals.num_messages == 0
     second.die()
