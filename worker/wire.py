@@ -233,22 +233,22 @@ class _Links:
             return
         self._ping_one(peer)
 
-    def send(self, peer_id: PeerId, frame: bytes, *, is_ping: bool = False) -> None:
+    def send(
+        self, peer_id: PeerId, frame: bytes, *, is_ping: bool = False, is_counted: bool = False
+    ) -> None:
         """Send, hold or lose the peer; an unknown one was lost before."""
         if (peer := self.peers.get(peer_id)) is None:
             return
-        if peer.out.takes(frame, is_ping=is_ping):
-            self._send(peer_id, peer, frame, is_pong=is_ping and peer.dealer is None)
-        elif len(peer.out.held) > SEND_QUEUE_FRAMES:
-            self.lose(peer_id, "its queue is full")
-
-    def _send(self, peer_id: PeerId, peer: Peer, frame: bytes, *, is_pong: bool = False) -> None:
+        if not (is_counted or peer.out.takes(frame, is_ping=is_ping)):
+            if len(peer.out.held) > SEND_QUEUE_FRAMES:
+                self.lose(peer_id, "its queue is full")
+            return
         try:
             peer.send(self._listener, self._me, peer_id, frame)
         except zmq.Again:
             self.lose(peer_id, "its queue is full")
         except zmq.ZMQError as error:
-            if not is_pong:  # its last messages may be unread yet
+            if not (is_ping and peer.dealer is None):  # a Pong: its last messages may be unread yet
                 self.lose(peer_id, f"send failed: {error}")
 
     def receive(self, socket: zmq.Socket[bytes]) -> None:
@@ -361,8 +361,7 @@ class _Links:
         peer.heard_at, peer.heard, peer.route = time.monotonic(), True, route or b""
         if isinstance(message, Ping | Pong):
             for frame in peer.out.released(message.granted):
-                if sender in self.peers:  # else it was lost by the one before
-                    self._send(sender, peer, frame)
+                self.send(sender, frame, is_counted=True)
         if not isinstance(message, Ping):
             self._events.append((sender, message))
         if isinstance(message, Ping) or self.refusals.owes(sender):

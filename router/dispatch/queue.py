@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from router.dispatch.mailbox import Mailbox
@@ -182,19 +183,19 @@ class Queue:
             req.waiting_since = now
             req.timers.append(self._loop.call_later(self._queue_timeout_s, self._late, req, now))
 
-    def place(self) -> None:
+    def place(self, *, goes_on: bool = False) -> None:
         """Send as many as workers may take now; those that nobody can go on with expire.
 
-        What takes longer than PLACE_S goes on in a later turn of the loop.
+        What takes longer than PLACE_S `goes_on` in a later turn of the loop.
         """
-        if self._goes_on:
+        if self._goes_on and not goes_on:
             return
-        until = time.monotonic() + PLACE_S
+        self._goes_on, until = False, time.monotonic() + PLACE_S
         while len(self):
             now = time.monotonic()
             if now > until:
                 self._goes_on = True
-                self._loop.call_soon(self._go_on)
+                self._loop.call_soon(partial(self.place, goes_on=True))
                 return
             # One that has more to read than it has granted (`Wire`) gets the rest when it has.
             open_ones = self._members.open_decode(now)
@@ -218,10 +219,6 @@ class Queue:
         for req in doomed:  # not at once: to end a request is to `place` others
             self._waiting.remove(req)
             self._loop.call_soon(self._expired, req, 0.0)
-
-    def _go_on(self) -> None:
-        self._goes_on = False
-        self.place()
 
     def claimed(self, req: Req, decode: PeerId) -> None:
         """A worker had it already, and goes on with it."""

@@ -8,7 +8,7 @@ from fastapi import Request
 from router.errors import ApiError
 from router.http.arrivals import Arrival
 
-SEPARATORS = b",[{"  # about one for each value
+SEPARATORS = b",[{"  # about one a value
 TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 

@@ -18,7 +18,7 @@ class Sources:
 
     def __init__(self, config: RouterConfig) -> None:
         self.by_key = config.fair_by == "key"
-        self._proxies = [ipaddress.ip_network(each) for each in config.trusted_proxies]
+        self._proxies = [ipaddress.ip_network(text) for text in config.trusted_proxies]
         self._peer = lru_cache(MAX_KNOWN)(self._read)
 
     def of(self, peer: tuple[str, int] | None, headers: Headers) -> str:

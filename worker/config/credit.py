@@ -95,19 +95,16 @@ class Budget:
         return self.granted < MAX_UNITS / 2 and self.left >= MAX_UNITS / 4
 
 
-class Budgets:
+class Budgets(dict[PeerId, Budget]):
     """Those of all peers."""
-
-    def __init__(self) -> None:
-        self._of: dict[PeerId, Budget] = {}
 
     def of(self, peer: PeerId) -> Budget:
         """As of now."""
         now = time.monotonic()
-        if (budget := self._of.get(peer)) is None:
-            if len(self._of) >= MAX_BUDGETS:  # not one of a link: it is heard every second
-                del self._of[min(self._of, key=lambda name: self._of[name].noted_at)]
-            budget = self._of[peer] = Budget(now, MAX_UNITS, LINK_UNITS, LINK_UNITS)
+        if (budget := self.get(peer)) is None:
+            if len(self) >= MAX_BUDGETS:  # not one of a link: it is heard every second
+                del self[min(self, key=lambda name: self[name].noted_at)]
+            budget = self[peer] = Budget(now, MAX_UNITS, LINK_UNITS, LINK_UNITS)
         budget.left = min(MAX_UNITS, budget.left + (now - budget.noted_at) * UNITS_PER_S)
         budget.noted_at = now
         return budget

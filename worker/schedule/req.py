@@ -6,10 +6,9 @@ pull protocol change them, and `PageBook` fills their holds.
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from sys import getsizeof
 from typing import TYPE_CHECKING, NamedTuple
 
-from worker.api import Candidate, Chunks, PeerId, Sampling, TokenChunk, decode, encode
+from worker.api import Candidate, PeerId, Sampling
 from worker.cache.book import Hold
 from worker.observe.timeline import Timeline
 from worker.plan import tail_index
@@ -17,9 +16,6 @@ from worker.plan import tail_index
 if TYPE_CHECKING:
     from worker.draw.grammar import Matcher
     from worker.observe.spans import Trace
-
-
-LENGTH_BYTES = 4  # before a packed chunk, its length
 
 
 class Phase(Enum):
@@ -40,36 +36,6 @@ class Phase(Enum):
     RUNNING = auto()  # decodes, or its last chunk is in flight
     PREEMPTED = auto()  # waits for pages
     FINISHED = auto()
-
-
-class Sent:
-    """Chunks that were sent, packed: with logprobs they take a tenth so. One block of memory, which
-    is given back as one.
-    """
-
-    def __init__(self) -> None:
-        self._packed = bytearray()
-
-    @property
-    def num_bytes(self) -> int:
-        """Of memory."""
-        return getsizeof(self._packed)
-
-    def append(self, chunk: TokenChunk) -> None:
-        """One more."""
-        packed = encode(Chunks((chunk,)))
-        self._packed += len(packed).to_bytes(LENGTH_BYTES, "big") + packed
-
-    def chunks(self) -> list[TokenChunk]:
-        """All of them."""
-        found, at = list[TokenChunk](), 0
-        while at < len(self._packed):
-            begin = at + LENGTH_BYTES
-            at = begin + int.from_bytes(self._packed[at:begin], "big")
-            frame = decode(self._packed[begin:at])
-            assert isinstance(frame, Chunks)
-            found += frame.chunks
-        return found
 
 
 class Draw(NamedTuple):
@@ -110,7 +76,7 @@ class Req:
     timeline: Timeline = field(default_factory=Timeline)
     claim_key: str = ""  # `Generate.key`
     salt: str = ""  # `Generate.salt`; kept here, as a preempted request has no hold
-    sent: "Sent | None" = None  # all of it, under whatever id, if it can be claimed
+    sent: bytearray | None = None  # all of it, under whatever id, if it can be claimed: `kept.keep`
     max_len: int = field(init=False)  # tokens of prompt + output at which it ends with LENGTH
     draw: Draw = field(init=False)
 
