@@ -96,6 +96,11 @@ class Req:
         return self.route is not None and self.route.decode == peer
 
     @property
+    def computes_prompt(self) -> bool:
+        """Whether its prompt is computed for it alone: what another has computed has no logits."""
+        return self.leader is None or self.sampling.prompt_logprobs >= 0
+
+    @property
     def was_sent(self) -> bool:
         """Whether a worker was asked to compute it; of one with a key, dispatch 1 is a claim."""
         return self.dispatch > bool(self.key)
@@ -279,7 +284,7 @@ class Queue:
 
     def _send(self, req: Req, route: Route, after: str) -> None:
         now = time.monotonic()
-        if not (req.was_sent or after):  # who follows its leader finds the prompt computed
+        if not req.was_sent and (req.computes_prompt or not after):
             self._waiting.charge(req.client, len(req.prompt))
         req.scored.clear()  # another worker begins anew
         req.dispatch += 1

@@ -110,7 +110,8 @@ class Admission:
             message = f"a client may have {most} responses in the background at a time"
             raise ApiError("busy", f"{message} (router.max_inflight / 64)", retry_after_s=5)
         if self.keys is not None:
-            self.keys.begin(exchange.client, counted(prepared.reqs)[0])
+            computed = [len(req.prompt) for req in prepared.reqs if req.computes_prompt]
+            self.keys.begin(exchange.client, sum(computed))
         self._goes_on(exchange, prepared, 1)
         self._front.num_open += 1
 

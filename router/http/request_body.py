@@ -42,7 +42,7 @@ async def read_body(
 
 
 def check_values(raw: bytes, most: int) -> None:
-    """Raise an ApiError, 400, if JSON has more values: they take 100 bytes each, and 1 µs without
+    """Raise an ApiError, 413, if JSON has more values: one takes 100 bytes, and 1 µs without
     a turn for other threads.
     """
     if len(raw) <= most or sum(raw.count(sign) for sign in SEPARATORS) <= most:

@@ -200,7 +200,7 @@ Attacks = tuple[tuple[str, Callable[[int, Sizes], Awaitable[list[Told]]], tuple[
 ATTACKS: Attacks = (
     ("slow heads, others' requests", loris, (200,)),
     ("large bodies", large_bodies, (413,)),
-    ("large bodies in chunks", large_chunked_bodies, (413,)),
+    ("large bodies in chunks", large_chunked_bodies, (413, 429)),
     ("large heads", large_heads, (400, 431, 0)),
     ("deep bodies", deep_bodies, (400,)),
     ("streams", streams, (200, 429, 503)),
