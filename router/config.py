@@ -1,8 +1,9 @@
 """The router's part of the configuration tree."""
 
+import ipaddress
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from worker.config import Auto, Section
 
@@ -18,6 +19,15 @@ ReasoningFormat = Literal[
     "auto", "qwen3", "mistral", "seed_oss", "cohere", "cohere2", "granite", "granite32", "none"
 ]
 Origin = Annotated[str, Field(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
+
+
+def _network(text: str) -> str:
+    """As it is; raises a ValueError that says what is wrong with it."""
+    ipaddress.ip_network(text)
+    return text
+
+
+Network = Annotated[str, AfterValidator(_network)]
 
 
 class RouterConfig(Section):
@@ -39,12 +49,22 @@ class RouterConfig(Section):
     """For a request's body to arrive, after the head; then 408."""
     max_body_bytes: int = Field(default=32 << 20, ge=1)
     """A larger request body gets 413."""
+    max_bodies_mib: int = Field(default=128, ge=1)
+    """Of bodies that arrive or are prepared, in all; beyond, 429. A client has half of it."""
     sse_ping_s: float = Field(default=15.0, gt=0)
     """A stream that is silent for so long gets a comment line."""
     stop_timeout_s: float = Field(default=5.0, gt=0)
     """At shutdown, for clients that do not read."""
     api_key_file: str = ""
     """Keys, one a line, with their limits; read again when it changes. Empty: none is needed."""
+    fair_by: Literal["key", "address"] = "key"
+    """Between whom turns and limits of the router are fair: API keys, without any addresses; or
+    addresses in any case. Of IPv6 the first 64 bits count."""
+    trusted_proxies: tuple[Network, ...] = ()
+    """Networks (10.0.0.0/8) of proxies whose Forwarded or X-Forwarded-For tells a client's address.
+
+    Without, all clients of a proxy are one.
+    """
     admin_access: Literal["auto", "open"] = "auto"
     """Who sees /metrics, /load, /config, /dashboard; auto: where there are keys, who has one.
 

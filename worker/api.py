@@ -11,8 +11,8 @@ A frame is one message in msgpack. Durations travel, never clock readings: hosts
 
 A process is a `Member`: a name that outlives restarts and an `incarnation` that does not. Peers are
 addressed by `PeerId` = "name/incarnation", so a message can never reach a successor. A request is
-(req_id, dispatch): `dispatch` counts how often the router has sent it somewhere. A transfer is an
-`Xfer`: (xfer_id, attempt, incarnations of both); messages of older ones are dropped.
+(req_id, dispatch): `dispatch` counts how often the router has sent it. A transfer is an `Xfer`;
+messages of older ones are dropped.
 """
 
 from enum import StrEnum
@@ -170,8 +170,8 @@ class Generate(OfRequest, frozen=True):
     sampling: Sampling
     timeout_s: float
     candidates: tuple[Candidate, ...] = ()
-    # req_id of the first choice, if this is a further choice of the same request. It waits until
-    # the prompt is in the prefix tree, so as to share its pages, or the first choice has ended.
+    # req_id of the first choice, if this is a further one, which waits until the first has ended or
+    # the prompt is in the prefix tree, so as to share its pages.
     after: str = ""
     trace: str = ""  # the span that decode's are below: `Trace.carried`; "" = not traced
     key: str = ""  # by which it can be claimed, also after its router is gone; "" = it cannot
@@ -181,7 +181,7 @@ class Generate(OfRequest, frozen=True):
 class Claim(OfRequest, frozen=True):
     """Router to decode: a client has come back for the request of this key.
 
-    Who has it answers `Claimed`, sends all its tokens again, and goes on with it under this id.
+    Who has it answers `Claimed`, sends all its tokens again, and goes on with it by this id.
     """
 
     key: str
@@ -195,10 +195,7 @@ class Claimed(OfRequest, frozen=True):
 
 
 class Stop(OfRequest, frozen=True):
-    """Router to decode: a stop string matched; nothing from `at_position` on counts.
-
-    No final chunk follows: the router has ended the request.
-    """
+    """Router to decode: a stop string matched; nothing from `at_position` on counts or follows."""
 
     at_position: int
 
@@ -234,9 +231,9 @@ class TokenLogprob(Message, frozen=True):
 class Stages(Message, frozen=True):
     """Where the time from a Generate's arrival to its first token went, in seconds.
 
-    The stages follow one another and add up to that time; a prefill's are by its own clock. Those
-    after the prefill are 0 if that drew the first token, and come with the second from elsewhere.
-    Pulls begin while the prefill goes on: theirs are no further stages, but times beside these.
+    They follow one another and add up to that time; a prefill's are by its own clock. Those after
+    the prefill are 0 if that drew the first token, and come with the second from elsewhere. Pulls
+    begin while the prefill goes on: theirs are times beside these.
     """
 
     prefill_queue_s: float  # asking for the prefill, and waiting for its first step
@@ -321,10 +318,9 @@ class PrefillRefused(Message, frozen=True):
 class KVReady(Message, frozen=True):
     """Prefill to decode: these pages are final and may be pulled while the lease lives.
 
-    pages[i] holds page number first_page + i of the prompt. `last` says that nothing follows.
-    Every renewal repeats all announcements, and decode takes those that are new. Without pages it
-    acknowledges a Prefill of which nothing is cached, or brings the token that Prefill.sampling
-    asked for, if all pages were announced before it was drawn.
+    pages[i] holds page first_page + i of the prompt. `last` says that nothing follows.
+    Every renewal repeats all announcements, and decode takes new ones. Without pages it answers a
+    Prefill of which nothing is cached, or brings the token that Prefill.sampling asked for.
     """
 
     xfer: Xfer
@@ -364,6 +360,7 @@ class Ping(Message, frozen=True):
     """Sent every interval on every link by the side that connected."""
 
     sender: PeerId
+    granted: int = 0  # units that its peer may send on this link, in all: worker.keyring
 
 
 class Pong(Message, frozen=True):
@@ -371,6 +368,7 @@ class Pong(Message, frozen=True):
 
     sender: PeerId
     stats: WorkerStats | None = None
+    granted: int = 0  # as in Ping
 
 
 class Bye(Message, frozen=True):

@@ -19,6 +19,7 @@ import zmq
 from zmq.utils import z85
 
 from worker.api import PeerId
+from worker.config.credit import UNLIMITED, Budgets, Outgoing
 from worker.seldom import Seldom
 
 log = logging.getLogger("kvlane.wire")
@@ -37,14 +38,8 @@ HANDSHAKE_MS = 5000  # for whoever has connected to say who it is
 MAX_TURN_ANSWERS = 64  # to connections, before the frames of others have their turn
 MAX_ASKED = 256  # connections that wait to be announced
 MAX_TOLD_ADDRESSES = 8  # in a line of the log
-# What a peer may send: so many units a second, and so many at once. A message is one, and one more
-# for every so many bytes, as what is read of it takes ten times as much; a link is LINK_UNITS. Half
-# of it is a router that asks one worker 2,500 times a second, or 256 rows' steps of four tokens
-# with all logprobs at 200 a second. Those to whom we have connected answer, at greater length.
-UNITS_PER_S, MAX_UNITS, LINK_UNITS = 20_000, 20_000, 200
-ASKED_UNIT_BYTES, ANSWER_UNIT_BYTES = 2048, 8192
-MAX_BUDGETS = 1024  # peers
 BACKLOG = 128  # connections that wait to be accepted
+Place = tuple[int, int]  # of a frame: its link, and its number on that link from 1 on
 RECONNECT_MS, MAX_RECONNECT_MS = 20, 200  # until a connection that failed is tried again
 
 
@@ -88,10 +83,7 @@ class Refusals:
     _addresses: set[str] = field(default_factory=set[str])  # of the latter, since they were told
     _lock: threading.Lock = field(default_factory=threading.Lock)  # of num_messages
     _log: Seldom = field(default_factory=Seldom)
-    # Units that a peer may still send, below 0: too many; and since when they have grown.
-    _budgets: dict[PeerId, tuple[float, float]] = field(
-        default_factory=dict[PeerId, tuple[float, float]]
-    )
+    budgets: Budgets = field(default_factory=Budgets)
 
     def connection(self, address: str) -> None:
         """One more, from there."""
@@ -108,24 +100,25 @@ class Refusals:
         self._message(peer, f"has sent a {type(message).__name__} that makes no sense here")
 
     def exceeds(self, peer: PeerId, num_bytes: int, *, begins: bool, answers: bool) -> bool:
-        """Whether a peer sends more than any does that is honest; then this message is dropped.
+        """Whether a peer sends more than was granted; then this message is dropped.
 
-        Its budget outlives its links: who goes on stays unheard, also over new ones. begins: it is
-        the first message of a link; answers: of one that we have begun.
+        Who goes on stays unheard, also over new links. begins: it is the first message of a link,
+        and nothing is to come of the one before; answers: of a link that we have begun.
         """
         if not self.is_limited:
             return False
-        if peer not in self._budgets and len(self._budgets) >= MAX_BUDGETS:
-            self._budgets.clear()
-        now = time.monotonic()
-        left, at = self._budgets.get(peer, (MAX_UNITS, now))
-        left = min(MAX_UNITS, left + (now - at) * UNITS_PER_S)
-        left -= 1 + num_bytes / (ANSWER_UNIT_BYTES if answers else ASKED_UNIT_BYTES)
-        left -= LINK_UNITS * begins
-        self._budgets[peer] = max(left, -UNITS_PER_S), now
-        if left < 0:
+        fits = self.budgets.of(peer).takes(num_bytes, begins=begins, answers=answers)
+        if not fits:
             self._message(peer, "sends more than a member has to say")
-        return left < 0
+        return not fits
+
+    def grant(self, peer: PeerId) -> int:
+        """How many units a peer may send on its link, in all; to be told to it."""
+        return self.budgets.of(peer).grant() if self.is_limited else UNLIMITED
+
+    def owes(self, peer: PeerId) -> bool:
+        """Whether to grant more at once, as half of what was granted is used."""
+        return self.is_limited and self.budgets.of(peer).is_low
 
     def _message(self, peer: PeerId, what: str) -> None:
         with self._lock:
@@ -220,3 +213,44 @@ class Keyring:
         before = time.monotonic() - HANDSHAKE_MS / 1000
         while self._asked and self._asked[0][0] < before:
             self.refusals.connection(self._asked.popleft()[3].decode())
+
+
+@dataclass(slots=True)
+class Peer:
+    """A link. `dealer` is our socket to the peer if we connected, None if it connected to us."""
+
+    dealer: zmq.Socket[bytes] | None
+    route: bytes  # the listener's name for the connection that it was last heard on
+    link: int  # chosen by the side that connected; ascends
+    heard_at: float
+    heard: bool = False
+    num_sent: int = 0  # frames on this link
+    num_received: int = 0
+    out: Outgoing = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Who listens answers."""
+        self.out = Outgoing(answers=self.dealer is None)
+
+    def send(
+        self, listener: zmq.Socket[bytes] | None, me: PeerId, peer: PeerId, frame: bytes
+    ) -> None:
+        """Send the next frame at once; raises a ZMQError if that fails."""
+        self.num_sent += 1
+        packed = pack(me, peer, (self.link, self.num_sent), frame)
+        if self.dealer is not None:
+            self.dealer.send(packed, zmq.NOBLOCK)
+        else:
+            assert listener is not None
+            listener.send_multipart([self.route, packed], zmq.NOBLOCK)
+
+
+def pack(sender: PeerId, addressee: PeerId, place: Place, frame: bytes) -> bytes:
+    """Sender, addressee, link, number and message in one zmq part, with NULs between them."""
+    return "\0".join((sender, addressee, *map(str, place), "")).encode() + frame
+
+
+def unpack(frame: bytes) -> tuple[PeerId, PeerId, Place, bytes]:
+    """The same apart again; raises a ValueError if it is something else."""
+    sender, addressee, link, number, payload = frame.split(b"\0", 4)
+    return sender.decode(), addressee.decode(), (int(link), int(number)), payload

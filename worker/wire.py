@@ -9,12 +9,12 @@ called `beat()` for `stall_s` answers no pings.
 
 A link works or is lost, for both sides. Each connect() begins one, and its frames are numbered:
 when ZeroMQ reconnects by itself, frames under way are gone, and the gap loses the peer. A closing
-side says Bye, so that the other logs no loss. So does a side that is asked on a link that it has
-lost: a process that stood still learns at once that it was given up.
+side says Bye: the other logs no loss. So does one that is asked on a link that it has lost: who
+stood still learns at once that it was given up.
 
 Strangers. With a `Keyring` links are encrypted, and a frame counts if it came over a connection of
 its sender. Frames are bounded, and so are what is taken of one socket before others have their turn
-and what a peer may send: who sends more is lost, and unheard until it is quiet.
+and what a peer may send (`credit`): who sends more is lost, and unheard until it is quiet.
 """
 
 import contextlib
@@ -25,21 +25,31 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import zmq
+from msgspec.structs import replace
 
 from worker.api import AnyMessage, Bye, Lost, PeerId, Ping, Pong, WorkerStats, decode, encode
 from worker.config import PingConfig
-from worker.keyring import CLOSE_LINGER_MS, MAX_MESSAGE_BYTES, Keyring, Refusals, bounded_socket
+from worker.keyring import (
+    CLOSE_LINGER_MS,
+    MAX_MESSAGE_BYTES,
+    SEND_QUEUE_FRAMES,
+    Keyring,
+    Peer,
+    Place,
+    Refusals,
+    bounded_socket,
+    pack,
+    unpack,
+)
 from worker.keyring import keyring as keyring  # routers see no other module of the wire
 from worker.seldom import Seldom
 
 log = logging.getLogger("kvlane.wire")
 
 Event = tuple[PeerId, AnyMessage | Lost]
-_Place = tuple[int, int]  # of a frame: its link, and its number on that link from 1 on
 CONNECT_GRACE_S = 10.0
 MAX_TURN_FRAMES = 256  # taken from one socket before others, and what we send, have their turn
 SWITCH_INTERVAL_S = 1e-4  # of the interpreter: the I/O thread must not wait 5 ms for the engine
@@ -70,7 +80,7 @@ class Wire:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._is_woken = False  # the I/O thread will look into the outbox: no need to wake it
         self._beat_at = time.monotonic()
-        self._closing = False
+        self._closing, self._ends_at = False, 0.0
         self._posting = threading.Lock()  # close() must not take the eventfd away under a post
         self._thread = threading.Thread(target=self._run, name="kvlane-wire", daemon=True)
 
@@ -109,6 +119,10 @@ class Wire:
         assert len(frame) <= MAX_MESSAGE_BYTES, type(message)
         self._post(lambda: self._links.send(peer, frame))
 
+    def is_held(self, peer: PeerId) -> bool:
+        """Whether messages to `peer` wait until it grants more."""
+        return bool((known := self._links.peers.get(peer)) and known.out.held)
+
     def beat(self) -> None:
         """The owner's loop is alive; to be called at least every `stall_s`."""
         self._beat_at = time.monotonic()
@@ -120,11 +134,11 @@ class Wire:
         return silent_s if silent_s >= self._ping.stall_s else 0.0
 
     def close(self) -> None:
-        """Send what is queued (up to half a second) and end; calls after this one do nothing."""
+        """Send what is queued (in half a second or so) and end; later calls do nothing."""
         with self._posting:
             if self._closing:
                 return
-            self._closing = True
+            self._closing, self._ends_at = True, time.monotonic() + CLOSE_LINGER_MS / 1000
             os.eventfd_write(self._wake_fd, 1)
         if self._thread.ident is not None:
             self._thread.join()
@@ -171,20 +185,9 @@ class Wire:
             while self._outbox:
                 self._outbox.popleft()()
             if self._closing and not self._outbox:
-                return
-
-
-@dataclass(slots=True)
-class _Peer:
-    """One peer. `dealer` is our socket to it if we connected, None if the peer connected to us."""
-
-    dealer: zmq.Socket[bytes] | None
-    route: bytes  # the listener's name for the connection that it was last heard on
-    link: int  # chosen by the side that connected; ascends
-    heard_at: float
-    heard: bool
-    num_sent: int = 0  # frames on this link
-    num_received: int = 0
+                held = any(peer.out.held for peer in self._links.peers.values())
+                if not held or now > self._ends_at:
+                    return
 
 
 class _Links:
@@ -199,7 +202,7 @@ class _Links:
         self._context = zmq.Context()
         self._listener: zmq.Socket[bytes] | None = None
         self._zap: zmq.Socket[bytes] | None = None
-        self._peers: dict[PeerId, _Peer] = {}
+        self.peers: dict[PeerId, Peer] = {}
         self._events: list[Event] = []
         self._pinged_at = time.monotonic()
         self.poller = zmq.Poller()
@@ -216,11 +219,11 @@ class _Links:
 
     def connect(self, peer: PeerId, address: str, key: str) -> None:
         """Open a DEALER to `peer` and ping it at once."""
-        if peer in self._peers:
+        if peer in self.peers:
             return
         dealer = bounded_socket(self._context, zmq.DEALER)
         self.poller.register(dealer, zmq.POLLIN)
-        self._peers[peer] = _Peer(dealer, b"", time.monotonic_ns(), time.monotonic(), False)
+        self.peers[peer] = Peer(dealer, b"", time.monotonic_ns(), time.monotonic())
         try:
             if self._keyring is not None:
                 self._keyring.show_key(dealer, key)
@@ -228,28 +231,24 @@ class _Links:
         except zmq.ZMQError as error:
             self.lose(peer, f"cannot connect to {address}: {error}")
             return
-        self.send(peer, encode(Ping(self._me)))
+        self._ping_one(peer)
 
-    def send(self, peer_id: PeerId, frame: bytes, *, answer: bool = False) -> None:
-        """Send, or lose the peer. An unknown peer was lost before, and its Lost was delivered.
-
-        An answer that cannot be sent does not lose the peer: its last messages may be unread yet.
-        """
-        peer = self._peers.get(peer_id)
-        if peer is None:
+    def send(
+        self, peer_id: PeerId, frame: bytes, *, is_ping: bool = False, is_counted: bool = False
+    ) -> None:
+        """Send, hold or lose the peer; an unknown one was lost before."""
+        if (peer := self.peers.get(peer_id)) is None:
             return
-        peer.num_sent += 1
-        packed = _pack(self._me, peer_id, (peer.link, peer.num_sent), frame)
+        if not (is_counted or peer.out.takes(frame, is_ping=is_ping)):
+            if len(peer.out.held) > SEND_QUEUE_FRAMES:
+                self.lose(peer_id, "its queue is full")
+            return
         try:
-            if peer.dealer is not None:
-                peer.dealer.send(packed, zmq.NOBLOCK)
-            else:
-                assert self._listener is not None
-                self._listener.send_multipart([peer.route, packed], zmq.NOBLOCK)
+            peer.send(self._listener, self._me, peer_id, frame)
         except zmq.Again:
             self.lose(peer_id, "its queue is full")
         except zmq.ZMQError as error:
-            if not answer:
+            if not (is_ping and peer.dealer is None):  # a Pong: its last messages may be unread yet
                 self.lose(peer_id, f"send failed: {error}")
 
     def receive(self, socket: zmq.Socket[bytes]) -> None:
@@ -266,13 +265,15 @@ class _Links:
             try:
                 if len(route) != (socket is self._listener):
                     raise ValueError("more parts than we send")
-                sender, addressee, place, payload = _unpack(frame.bytes)
-                known = self._peers.get(sender)
+                sender, addressee, place, payload = unpack(frame.bytes)
+                known = self.peers.get(sender)
                 is_own = known is not None and known.dealer is socket
                 if route:
                     is_own = self._keyring is None or self._keyring.vouches(sender, frame)
                 if not is_own:
                     raise ValueError("not its sender's")
+                if known is not None and place[0] < known.link:  # of a link that is over
+                    continue
                 begins, answers = place[1] == 1, not route
                 if self.refusals.exceeds(sender, len(payload), begins=begins, answers=answers):
                     if known is not None:
@@ -297,28 +298,26 @@ class _Links:
         self.refusals.tell()
         late_s = max(0.0, now - self._pinged_at - self._ping.interval_s)
         self._pinged_at = now
-        stalled = self._pong() is None
         silence = self._ping.interval_s * self._ping.max_misses
-        for peer_id, peer in list(self._peers.items()):
+        for peer_id, peer in list(self.peers.items()):
             peer.heard_at += late_s  # while we did not run, nobody could be heard
             limit = silence if peer.heard else max(silence, CONNECT_GRACE_S)
             if now - peer.heard_at > limit:
                 self.lose(peer_id, f"silent for {now - peer.heard_at:.1f} s", is_silent=True)
-            elif peer.dealer is not None and not stalled:
-                self.send(peer_id, encode(Ping(self._me)))
+            elif peer.dealer is not None:
+                self._ping_one(peer_id)
 
     def part(self, peer_id: PeerId) -> None:
         """Close the link, if there is one; a side that connected says so."""
-        peer = self._peers.get(peer_id)
+        peer = self.peers.get(peer_id)
         if peer is not None and peer.dealer is not None:
-            place = peer.link, peer.num_sent + 1
             with contextlib.suppress(zmq.ZMQError):  # then its silence tells
-                peer.dealer.send(_pack(self._me, peer_id, place, encode(Bye())), zmq.NOBLOCK)
+                peer.send(None, self._me, peer_id, encode(Bye()))
         self.forget(peer_id)
 
     def forget(self, peer_id: PeerId) -> None:
         """Close the link, if there is one."""
-        peer = self._peers.pop(peer_id, None)
+        peer = self.peers.pop(peer_id, None)
         if peer is not None and peer.dealer is not None:
             self.poller.unregister(peer.dealer)
             peer.dealer.close(CLOSE_LINGER_MS)
@@ -327,28 +326,28 @@ class _Links:
         """After `Keyring.admit`: let in who waits for it, lose whoever may not speak any more."""
         assert self._keyring is not None
         self._keyring.answer()
-        for peer_id, peer in list(self._peers.items()):
+        for peer_id, peer in list(self.peers.items()):
             if peer.dealer is None and not self._keyring.admits(peer_id):
                 self.lose(peer_id, "it is no member any more", logging.DEBUG)  # most went in peace
 
     def close(self) -> None:
         """Close every link and socket."""
-        for peer_id in list(self._peers):
+        for peer_id in list(self.peers):
             self.part(peer_id)
         self._context.destroy(linger=CLOSE_LINGER_MS)
 
     def _heard(
-        self, sender: PeerId, place: _Place, message: AnyMessage, route: bytes | None
+        self, sender: PeerId, place: Place, message: AnyMessage, route: bytes | None
     ) -> None:
         """Take a message; route: of the connection to our listener that it came over, if any."""
         link, number = place
         if route is not None and number == 1:
             self._meet(sender, link, route)
-        peer = self._peers.get(sender)
+        peer = self.peers.get(sender)
         if peer is None or peer.link != link:  # of a link that is over
             if peer is None and route is not None and not isinstance(message, Bye):
                 assert self._listener is not None
-                bye = _pack(self._me, sender, (link, 0), encode(Bye()))
+                bye = pack(self._me, sender, (link, 0), encode(Bye()))
                 with contextlib.suppress(zmq.ZMQError):
                     self._listener.send_multipart([route, bye], zmq.NOBLOCK)
             return
@@ -360,21 +359,32 @@ class _Links:
             self.lose(sender, f"frame {number} came instead of {peer.num_received}")
             return
         peer.heard_at, peer.heard, peer.route = time.monotonic(), True, route or b""
+        if isinstance(message, Ping | Pong):
+            for frame in peer.out.released(message.granted):
+                self.send(sender, frame, is_counted=True)
         if not isinstance(message, Ping):
             self._events.append((sender, message))
-        elif (pong := self._pong()) is not None:
-            self.send(sender, encode(pong), answer=True)
+        if isinstance(message, Ping) or self.refusals.owes(sender):
+            self._ping_one(sender)
+
+    def _ping_one(self, peer_id: PeerId) -> None:
+        """Ping a peer, or answer one that has connected, unless our own loop is stalled."""
+        peer, pong = self.peers.get(peer_id), self._pong()
+        if peer is not None and pong is not None:
+            message = pong if peer.dealer is None else Ping(self._me)
+            granted = replace(message, granted=self.refusals.grant(peer_id))
+            self.send(peer_id, encode(granted), is_ping=True)
 
     def _meet(self, sender: PeerId, link: int, route: bytes) -> None:
         """Register the sender, which connected to us; a newer link replaces the known one.
 
         Only its first frame begins a link, so what is left of one that is over does not.
         """
-        peer = self._peers.get(sender)
+        peer = self.peers.get(sender)
         if peer is not None and link > peer.link:
             self.lose(sender, "it has connected anew")
-        if sender not in self._peers:
-            self._peers[sender] = _Peer(None, route, link, 0.0, True)
+        if sender not in self.peers:
+            self.peers[sender] = Peer(None, route, link, 0.0, heard=True)
 
     def lose(
         self, peer_id: PeerId, reason: str, level: int = logging.WARNING, *, is_silent: bool = False
@@ -385,13 +395,3 @@ class _Links:
         log.log(level, "%s lost: %s", peer_id, reason)
         self.forget(peer_id)
         self._events.append((peer_id, Lost(reason, is_silent)))
-
-
-def _pack(sender: PeerId, addressee: PeerId, place: _Place, frame: bytes) -> bytes:
-    """Sender, addressee, link, number and message in one zmq part, with NULs between them."""
-    return "\0".join((sender, addressee, *map(str, place), "")).encode() + frame
-
-
-def _unpack(frame: bytes) -> tuple[PeerId, PeerId, _Place, bytes]:
-    sender, addressee, link, number, payload = frame.split(b"\0", 4)
-    return sender.decode(), addressee.decode(), (int(link), int(number)), payload

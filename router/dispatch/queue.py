@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from router.dispatch.mailbox import Mailbox
@@ -40,6 +41,7 @@ log = logging.getLogger("kvlane.router")
 
 MAX_JITTER = 0.5  # of retry_after_s
 SURE = 0.5  # of the queue timeout: another client that comes may halve the turns of this one
+PLACE_S = 0.005  # of a turn of the loop; a prompt of 128k tokens takes 10 ms
 MIN_PAUSE_S = 0.05  # even if retry_after_s is 0: never a busy loop
 
 
@@ -55,7 +57,7 @@ class Req:
     salt: str = ""  # `Generate.salt`
     # Set when it is submitted.
     req_id: str = ""  # unique in the cluster: workers know it by this
-    client: str = ""  # its API key's name; "": there are no keys
+    client: str = ""  # whom it counts for in turns: `http/source.py`
     priority: int = 0  # among the requests of its client; the least is first
     mailbox: Mailbox = field(init=False)
     arrived_at: float = 0.0  # monotonic
@@ -92,6 +94,11 @@ class Req:
     def is_at(self, peer: PeerId) -> bool:
         """Whether this worker has it."""
         return self.route is not None and self.route.decode == peer
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether its prompt is computed for it alone: what another has computed has no logits."""
+        return self.leader is None or self.sampling.prompt_logprobs >= 0
 
     @property
     def was_sent(self) -> bool:
@@ -146,6 +153,7 @@ class Queue:
         self._waiting: Turns[Req] = Turns()
         self.num_of = self._waiting.num_of
         self._begun: list[Req] = []  # have output, and go before all others
+        self._goes_on = False  # `place` has stopped in between, and is to come again
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._begun)
@@ -180,10 +188,23 @@ class Queue:
             req.waiting_since = now
             req.timers.append(self._loop.call_later(self._queue_timeout_s, self._late, req, now))
 
-    def place(self) -> None:
-        """Send as many as workers may take now; those that nobody can go on with expire."""
+    def place(self, *, goes_on: bool = False) -> None:
+        """Send as many as workers may take now; those that nobody can go on with expire.
+
+        What takes longer than PLACE_S `goes_on` in a later turn of the loop.
+        """
+        if self._goes_on and not goes_on:
+            return
+        self._goes_on, until = False, time.monotonic() + PLACE_S
         while len(self):
-            req, decode = self._next(self._members.open_decode(time.monotonic()))
+            now = time.monotonic()
+            if now > until:
+                self._goes_on = True
+                self._loop.call_soon(partial(self.place, goes_on=True))
+                return
+            # One that has more to read than it has granted (`Wire`) gets the rest when it has.
+            open_ones = self._members.open_decode(now)
+            req, decode = self._next([k for k in open_ones if not self._wire.is_held(k.peer)])
             if req is None:
                 break
             preferred = [known for known in decode if known.peer != req.avoid]
@@ -263,7 +284,7 @@ class Queue:
 
     def _send(self, req: Req, route: Route, after: str) -> None:
         now = time.monotonic()
-        if not req.was_sent:
+        if not req.was_sent and (req.computes_prompt or not after):
             self._waiting.charge(req.client, len(req.prompt))
         req.scored.clear()  # another worker begins anew
         req.dispatch += 1

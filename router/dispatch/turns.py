@@ -1,7 +1,7 @@
 """Whose turn it is: fairly between clients, and by priority among the requests of one.
 
-A client is an API key; without keys all are one. The client that was served least lately is next.
-What it was served is counted in tokens: those of a prompt when it is sent, those of an output as
+A client is an API key or an address (`http/source.py`). Who was served least lately is next. What
+it was served is counted in tokens: those of a prompt when it is sent, those of an output as
 they come, at twice the weight (virtual token counters: Sheng et al., arXiv:2401.00588, section
 4.1). Older tokens count for less: so who asks for less than its share has credit, and a burst of
 its requests goes before others'. The credit is bounded: who was away is lifted near to the least of
@@ -25,6 +25,7 @@ SLACK = 64  # entries of requests that have left, which a heap may hold
 NUM_TIMED, MIN_TIMED = 64, 16  # turns of a client, by which its waits are predicted
 LATELY_S = 10.0  # in which what a client was served, and has had at a time, counts for e times less
 LIFT = 0.8  # of the least of those who wait: a client that was away has the rest as credit
+MAX_CLIENTS = 256  # that are known, unless more of them ask
 KEPT = 0.25  # of the rows, at most, stay free
 
 
@@ -169,5 +170,14 @@ class Turns(Generic[W]):
     def _client(self, name: str) -> _Client:
         client = self._clients.get(name)
         if client is None:
+            if len(self._clients) >= MAX_CLIENTS:
+                self._forget_some()
             client = self._clients[name] = _Client(self._clock())
         return client
+
+    def _forget_some(self) -> None:
+        """Of those that ask nothing the half that was served least lately."""
+        idle = [name for name, known in self._clients.items() if not (known.num or known.running)]
+        idle.sort(key=lambda name: self._clients[name].served)
+        for name in idle[: len(idle) // 2 + 1]:
+            del self._clients[name]

@@ -14,7 +14,7 @@ from router.errors import ApiError
 from router.http.admission import Admission
 from router.http.allowance import TOLD_S, Keys
 from router.http.exchange import Exchange
-from router.http.table import GENERATING, Guard, guard_of
+from router.http.table import ADMITTED, GENERATING, Guard, guard_of
 from router.show.front import Front
 
 log = logging.getLogger("kvlane.router")
@@ -53,11 +53,12 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, exchange, guard = scope["path"], Exchange.of(scope), Guard.OPEN
+        exchange.source = self._admission.sources.of(scope.get("client"), scope["headers"])
         try:
             if self._keys is not None and (guard := guard_of(path)) in self._shut:
                 self._open(guard, self._keys, scope)
-            if scope["method"] == "POST" and path in GENERATING:
-                self._admission.check(exchange.client)
+            if scope["method"] == "POST" and path in ADMITTED:
+                self._admission.enter(exchange, generates=path in GENERATING)
         except ApiError as error:
             self._count(error.code).inc()
             response = error.response_to(path)
@@ -70,7 +71,10 @@ class Door:
                 exchange.failure = error.code
             await response(scope, receive, send)
         else:
-            await self._app(scope, receive, send)
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._admission.leave(exchange)
 
     def _open(self, guard: Guard, keys: Keys, scope: Scope) -> None:
         """Raise an ApiError, 401 or 403, unless it brings what opens a path of this guard."""
@@ -89,6 +93,8 @@ class Door:
         if guard is Guard.KEYED:
             exchange = Exchange.of(scope)
             exchange.client, exchange.own_salt = key.name, key.own_salt
+            if self._admission.sources.by_key:
+                exchange.source = key.name
 
     def _tell(self, address: str, path: str, error: ApiError) -> None:
         now = time.monotonic()

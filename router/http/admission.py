@@ -1,27 +1,32 @@
 """The router's door: whether a request may begin.
 
-    head ─▶ refuses ─▶ check ─▶ body, prepared ─▶ begin ─▶ dispatched ─▶ end
-              │ 429      │ 429, 503                 │ 429
-    full, and no key     its key is at a limit      its choices are too many
+    head ─▶ refuses ─▶ enter ─▶ body, prepared ─▶ begin ─▶ dispatched ─▶ end ─▶ leave
+              │ 429      │ 429, 503    │ 429        │ 429
+            full         its key is    bodies are   its choices are too many
+                         at a limit    too much
 
 A request is asked twice: by its head, before a task, a scope or a body is made of it, and when its
 choices are known. What has begun only waits for its turn; then the queue asks for time, not for a
 place.
 """
 
-from collections.abc import Sequence
+from collections import Counter
 
-from router.dispatch.queue import Req, counted
+from router.dispatch.queue import counted
 from router.errors import ApiError
 from router.http.allowance import Keys
+from router.http.arrivals import Arrivals
 from router.http.connection import LimitedProtocol
 from router.http.exchange import REQUEST_ID, SERVER_TIMING, Exchange
 from router.http.raw import CLOSE, answer, rest_of
+from router.http.source import Sources
 from router.http.table import GENERATING
+from router.openai.body import Prepared
 from router.show.front import Front
 
 PATHS = {path.encode(): path for path in GENERATING}
 AT_ONCE = (SERVER_TIMING, b"total;dur=0.0")
+BACKGROUND_PART = 64  # of `router.max_inflight`: responses in the background, of one client
 
 
 class Admission:
@@ -35,6 +40,8 @@ class Admission:
         self._front, self._dispatcher = front, front.dispatcher
         config = front.served.config
         self._max_choices = config.max_inflight
+        self.sources, self._arrivals = Sources(config), Arrivals(config)
+        self._background = Counter[str]()  # by source
         # A line in the log or a trace needs more than a head: `check` refuses then.
         self._is_first = not config.access_log and front.tracer is None
         self._count = front.metrics.requests("busy").inc
@@ -50,7 +57,10 @@ class Admission:
         if not self._is_first or method != b"POST" or url not in PATHS:
             return False
         try:
-            self._check_places(1, "")
+            is_known = self.keys is None or not self.sources.by_key  # without looking at its key
+            peer = connection.client
+            source = self.sources.of(peer, connection.headers) if is_known else ""
+            self._check_places(1, source)
         except ApiError as error:
             given = dict(connection.headers)
             if b"origin" in given or not (self.keys is None or self.keys.admits(given)):
@@ -66,32 +76,65 @@ class Admission:
             return True
         return False
 
-    def check(self, client: str) -> None:
-        """Raise an ApiError, 429 or 503, if no request of this client may come, by its head."""
-        self._check_places(1, client)
-        if self.keys is not None:
-            self.keys.check(client)
-        if self._front.draining:
+    def enter(self, exchange: Exchange, *, generates: bool) -> None:
+        """Raise an ApiError, 429 or 503, if this request may not come, by its head; else count it
+        until it leaves.
+        """
+        self._check_places(1, exchange.source)
+        if generates and self._front.draining:
             raise ApiError("draining", "the router is draining")
-
-    def begin(self, client: str, reqs: Sequence[Req]) -> None:
-        """A request with these choices begins; raises an ApiError, 429, if they are too many."""
-        self._check_places(len(reqs), client)
         if self.keys is not None:
-            self.keys.begin(client, counted(reqs)[0])
+            self.keys.enter(exchange.client)
+        exchange.arrival = self._arrivals.begin(exchange.source)
+
+    def leave(self, exchange: Exchange) -> None:
+        """The HTTP request that has entered is over."""
+        if exchange.arrival is not None:
+            exchange.arrival.over()
+            if self.keys is not None:
+                self.keys.opens(exchange.client, -1)
+
+    def told(self, exchange: Exchange) -> None:
+        """A request for which nothing is generated begins; raises an ApiError, 429."""
+        if self.keys is not None:
+            self.keys.begin(exchange.client, 0)
+
+    def begin(self, exchange: Exchange, prepared: Prepared) -> None:
+        """A request with these choices begins; raises an ApiError, 429, if they are too many."""
+        source = exchange.source
+        if exchange.arrival is not None:
+            exchange.arrival.over()
+        self._check_places(len(prepared.reqs), source)
+        most = max(1, self._max_choices // BACKGROUND_PART)
+        if prepared.is_background and self._background[source] >= most:
+            message = f"a client may have {most} responses in the background at a time"
+            raise ApiError("busy", f"{message} (router.max_inflight / 64)", retry_after_s=5)
+        if self.keys is not None:
+            computed = [len(req.prompt) for req in prepared.reqs if req.computes_prompt]
+            self.keys.begin(exchange.client, sum(computed))
+        self._goes_on(exchange, prepared, 1)
         self._front.num_open += 1
 
-    def end(self, client: str, reqs: Sequence[Req]) -> None:
+    def end(self, exchange: Exchange, prepared: Prepared) -> None:
         """A request that has begun has ended."""
         self._front.closed()
+        self._goes_on(exchange, prepared, -1)
         if self.keys is not None:
-            self.keys.end(client, counted(reqs)[1])
+            self.keys.end(exchange.client, counted(prepared.reqs)[1])
 
-    def _check_places(self, num_choices: int, client: str) -> None:
+    def _goes_on(self, exchange: Exchange, prepared: Prepared, change: int) -> None:
+        """One in the background is there beside its HTTP request, and after it."""
+        if prepared.is_background:
+            self._background += Counter({exchange.source: change})  # keeps what is above 0
+            if self.keys is not None:
+                self.keys.opens(exchange.client, change)
+
+    def _check_places(self, num_choices: int, source: str) -> None:
         """Raise an ApiError, 429, if so many more choices would exceed `router.max_inflight`."""
-        # No API key gets all of it: the last eighth is for those that have less than a sixteenth.
-        most, dispatcher = self._max_choices, self._dispatcher
-        if client and dispatcher.num_of(client) + num_choices > max(1, most // 16):
+        # No source gets all of it: the last eighth is for those that have less than a sixteenth.
+        most, dispatcher, arrivals = self._max_choices, self._dispatcher, self._arrivals
+        own = dispatcher.num_of(source) + arrivals.num_of(source) + num_choices
+        if source and own > max(1, most // 16):
             most -= most // 8
-        if dispatcher.num_choices + num_choices > most:
+        if dispatcher.num_choices + arrivals.num + num_choices > most:
             raise ApiError("busy", "this router is at its limit of requests")

@@ -113,8 +113,18 @@ class Keys:
         secret = hashlib.blake2b(b"\n".join(sorted(key.secret for key in self.keys))).digest()
         return f"{at}.{hmac.new(secret, f'{at} {path}'.encode(), hashlib.sha256).hexdigest()}"
 
-    def check(self, name: str) -> None:
-        """Raise an ApiError, 429, if a limit of the key leaves no room for a request."""
+    def enter(self, name: str) -> None:
+        """The head of a request is here; raises an ApiError, 429, if a limit leaves no room."""
+        self._check(name, more=1)
+        self.opens(name, 1)
+
+    def opens(self, name: str, change: int) -> None:
+        """So many more of its requests are there, from the head to the answer's end."""
+        if (use := self._uses.get(name)) is not None:
+            use.num_open += change
+
+    def _check(self, name: str, more: int = 0) -> None:
+        """Raise an ApiError, 429, if a limit of the key leaves no room for so many more."""
         key = next((key for key in self.keys if key.name == name), None)
         if key is None:
             return  # it has left the file meanwhile
@@ -122,7 +132,7 @@ class Keys:
         use = self._uses.setdefault(name, _Use(now))
         took_s, use.noted_at = now - use.noted_at, now
         limit, wait_s = "", 1.0
-        if key.concurrency and use.num_open >= max(1, round(key.concurrency * part)):
+        if key.concurrency and use.num_open + more > max(1, round(key.concurrency * part)):
             limit = f"{key.concurrency} requests at a time"
         for balance, per_minute, least, unit in (
             (use.requests, key.requests_per_minute, 1.0, "requests"),
@@ -140,18 +150,16 @@ class Keys:
             raise ApiError("rate_limit_exceeded", message, retry_after_s=max(1.0, wait_s))
 
     def begin(self, name: str, num_tokens: int) -> None:
-        """A request with so long a prompt starts; raises as `check`."""
-        self.check(name)
+        """A request that has entered, with so long a prompt, starts; raises as `enter`."""
+        self._check(name)
         if (use := self._uses.get(name)) is not None:
             use.requests.left -= 1
             use.tokens.left -= num_tokens
-            use.num_open += 1
 
     def end(self, name: str, num_tokens: int) -> None:
         """A request that has started has ended, with so many tokens of output."""
         if (use := self._uses.get(name)) is not None:
             use.tokens.left -= num_tokens
-            use.num_open -= 1
 
     def _look(self, now: float) -> None:
         """Read the file again if it has changed; one that is unfit changes nothing."""

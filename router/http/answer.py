@@ -87,7 +87,7 @@ class Answer(Response):
         for req in self._prepared.reqs:
             req.req_id = f"{exchange.unique_id}-{req.index}"
             req.mailbox, req.trace_id = self._mailbox, exchange.trace_id
-            req.client, req.priority = exchange.client, self._prepared.priority
+            req.client, req.priority = exchange.source, self._prepared.priority
             self._front.dispatcher.submit(req, exchange.trace)
             self._reqs.append(req)
 
@@ -129,6 +129,8 @@ class Answer(Response):
         """The answers to return: the best samples of a prompt, best first."""
         ordered = sorted(answers, key=lambda answer: answer.index)
         size, kept = self._prepared.num_samples, self._prepared.num_kept
+        for answer in ordered:  # a prompt is scored once
+            answer.prompt = answer.prompt or ordered[answer.index // size * size].prompt
         if kept == size:
             return ordered
         best: list[Delta] = []

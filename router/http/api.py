@@ -1,8 +1,8 @@
 """Generation, models and tokens: what clients ask for."""
 
-import asyncio
 from codecs import BOM_UTF8
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -16,7 +16,8 @@ from router.errors import ApiError, invalid
 from router.http.admission import Admission
 from router.http.answer import Answer
 from router.http.exchange import Exchange
-from router.http.request_body import read_body
+from router.http.pool import Pool
+from router.http.request_body import check_values, read_body
 from router.openai.body import Prepared
 from router.openai.prepare import Preparer
 from router.openai.reading import read
@@ -24,10 +25,12 @@ from router.openai.reply import ModelList
 from router.openai.tokens import detokenize, tokenize
 from router.show.front import Front, as_json
 from router.text.grammar import Validator
+from router.text.writing import Slow, quickly
 from worker.errors import contained
 
 ANTHROPIC_SIGN = "anthropic-version"  # a header that its clients send
 MAX_KEY_CHARS = 255  # of an idempotency key
+VALUE_BYTES = 128  # of `router.max_body_bytes`: a body has one value for so many
 THREAD_BODY_BYTES = 4 << 10  # a larger body is parsed and tokenized off the loop: 2 ms, and more
 # Fields that may take long to prepare, and the escape with which JSON may spell their names.
 SLOW_WORDS = (
@@ -50,6 +53,9 @@ class Api:
     def __init__(self, front: Front, admission: Admission) -> None:
         self._front, self._served, self._admission = front, front.served, admission
         text = front.served.text
+        self._pool = Pool()
+        window = front.served.model_max_len
+        self._max_values = max(front.served.config.max_body_bytes // VALUE_BYTES, 2 * window)
         self.preparer = Preparer(front.served, Validator(text.directory, text.vocab_size))
 
     async def chat(self, request: Request) -> Response:
@@ -63,9 +69,8 @@ class Api:
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens."""
         own_salt = Exchange.of(request.scope).own_salt
-        return await self.told(
-            await self.body(request), partial(count_tokens, self._served, own_salt)
-        )
+        work = partial(count_tokens, self._served, own_salt)
+        return await self.told(request, await self.body(request), work)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -88,11 +93,13 @@ class Api:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
         own_salt = Exchange.of(request.scope).own_salt
-        return await self.told(await self.body(request), partial(tokenize, self._served, own_salt))
+        work = partial(tokenize, self._served, own_salt)
+        return await self.told(request, await self.body(request), work)
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        return await self.told(await self.body(request), partial(detokenize, self._served))
+        work = partial(detokenize, self._served)
+        return await self.told(request, await self.body(request), work)
 
     async def not_served(self, request: Request) -> Response:
         """Endpoints of OpenAI's API that this server does not have."""
@@ -101,8 +108,8 @@ class Api:
 
     async def body(self, request: Request) -> bytes:
         """What a client has sent; raises as `read_body`."""
-        config = self._served.config
-        body = await read_body(request, config.max_body_bytes, config.body_timeout_s)
+        config, arrival = self._served.config, Exchange.of(request.scope).arrival
+        body = await read_body(request, config.max_body_bytes, config.body_timeout_s, arrival)
         return body.removeprefix(BOM_UTF8)
 
     async def generate(
@@ -121,10 +128,10 @@ class Api:
                 give_keys(prepared.reqs, exchange.client, given, raw, seeded=prepared.is_seeded)
             return prepared
 
-        prepared = await _run(raw, work, slow=slow)
+        prepared = await self._run(exchange, raw, work, slow=slow)
         exchange.unheeded = prepared.unheeded
-        self._admission.begin(exchange.client, prepared.reqs)
-        closed = partial(self._admission.end, exchange.client, prepared.reqs)
+        self._admission.begin(exchange, prepared)
+        closed = partial(self._admission.end, exchange, prepared)
         return Answer(prepared, self._front, exchange, closed)
 
     def _of_message(self, raw: bytes, own_salt: str) -> Prepared:
@@ -134,17 +141,29 @@ class Api:
         return replace(prepared, form=partial(MessageAnswer, body.max_tokens))
 
     async def told(
-        self, raw: bytes, work: Callable[[bytes], object], *, slow: bool = False
+        self,
+        request: Request,
+        raw: bytes,
+        work: Callable[[bytes], object],
+        *,
+        slow: bool = False,
     ) -> Response:
         """What `work` says of a body."""
-        return as_json(await _run(raw, partial(work, raw), slow=slow))
+        exchange = Exchange.of(request.scope)
+        self._admission.told(exchange)
+        return as_json(await self._run(exchange, raw, partial(work, raw), slow=slow))
 
+    async def _run(
+        self, exchange: Exchange, raw: bytes, work: Callable[[], Result], *, slow: bool
+    ) -> Result:
+        """What `work` makes of a body, in a thread if it takes long; raises a KvlaneError."""
 
-async def _run(raw: bytes, work: Callable[[], Result], *, slow: bool = False) -> Result:
-    """What `work` makes of a body, in a thread if it may take long; raises a KvlaneError."""
+        def run() -> Result:
+            check_values(raw, self._max_values)
+            with contained("the preparation of a request"):
+                return work()
 
-    def run() -> Result:
-        with contained("the preparation of a request"):
-            return work()
-
-    return await asyncio.to_thread(run) if slow or is_slow(raw) else run()
+        if not (slow or is_slow(raw)):
+            with suppress(Slow), quickly():
+                return run()
+        return await self._pool.run(exchange.source, run)

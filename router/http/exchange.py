@@ -23,6 +23,7 @@ from router.observe.stages import by_stage, vllm_times
 from router.openai.fields import listed
 
 if TYPE_CHECKING:
+    from router.http.arrivals import Arrival
     from worker.observe.spans import Trace, Tracer
 
 log = logging.getLogger("kvlane.router")
@@ -53,6 +54,8 @@ class Exchange:
     reqs: list[Req] = field(default_factory=list[Req])  # the choices, of one that generates
     n: int = 1  # choices of a prompt that the client gets
     client: str = ""  # the name of its API key; "": none is needed
+    source: str = ""  # whom it counts for where others wait: `Sources`
+    arrival: "Arrival | None" = None  # while its body is on its way
     unheeded: Sequence[str] = ()  # fields of its body that have no effect
     own_salt: str = ""  # `Key.own_salt`
     failure: str = ""  # how an answer ended that did not end well

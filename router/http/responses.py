@@ -90,7 +90,8 @@ class ResponseRoutes:
             return {"object": "response.input_tokens", "input_tokens": num}
 
         async def count(known: Known) -> Response:
-            return await self._api.told(raw, partial(counted, known), slow=known.is_slow)
+            work = partial(counted, known)
+            return await self._api.told(request, raw, work, slow=known.is_slow)
 
         return await self._stored.with_known(owner, count)
 
@@ -157,7 +158,8 @@ class ResponseRoutes:
             is_background=body.background,
         )
         prepared = self._api.preparer.of_chat(chat, own_salt)
-        return replace(prepared, form=partial(form, asked))
+        background = not condenses and bool(getattr(body, "background", False))
+        return replace(prepared, form=partial(form, asked), is_background=background)
 
 
 async def _run(answer: Answer) -> None:

@@ -260,6 +260,8 @@ ROUTES = (
 
 OPERATIONS = [route for route in ROUTES if route.summary]
 GENERATING = {route.path: route.generates for route in ROUTES if route.generates}
+# Requests with bodies of clients; also those that count tokens have to be admitted.
+ADMITTED = frozenset(route.path for route in ROUTES if route.body and route.guard is Guard.KEYED)
 PROBES = frozenset(route.path for route in ROUTES if route.is_probe)
 _EXACT = {route.path: route.guard for route in ROUTES if "{" not in route.path}
 # With what the paths below a row begin, the longest first.

@@ -89,6 +89,7 @@ class Prepared:
     unheeded: Sequence[str] = ()  # fields that have no effect
     priority: int = 0
     is_seeded: bool = False  # the body has a seed
+    is_background: bool = False  # nobody waits for it
     grammar_param: str = ""  # the field that asked for the grammar, if there is one
     # Given this, the answer's own id and its choices, which come meanwhile; None: `Body`.
     form: "Callable[[Prepared, str, Sequence[Req]], AnswerForm] | None" = None

@@ -8,7 +8,7 @@ from typing import Any, cast
 from msgspec import UNSET
 
 from router.dispatch.mailbox import Delta
-from router.errors import invalid, unsupported
+from router.errors import TooLong, invalid, unsupported
 from router.openai.body import AnswerWriter
 from router.openai.custom_calls import Input
 from router.openai.logprobs import BytesOf, chat_logprobs
@@ -30,6 +30,7 @@ from router.text.probe import CONTENTS, Probe, json_text
 from router.text.reasoning import Marks
 from router.text.template import AsWritten, ChatTemplate, billless, text_of_parts, text_parts
 from router.text.tokenizer import Text
+from router.text.writing import TooMuch
 from worker.api import FinishReason
 
 # Names of a message's reasoning, the first that is there counts: templates get it by the first two.
@@ -182,7 +183,12 @@ def rendered(
             plain[-1]["content"] = said + mark
         else:
             said[-1]["text"] += mark
-    prompt = text.render(plain, add_generation_prompt=begins, extra=extra, tools=tools)
+    try:
+        prompt = text.render(plain, add_generation_prompt=begins, extra=extra, tools=tools)
+    except TooMuch as error:
+        least = f"at least {text.model_max_len + 1}"
+        asked_for = f"the chat template {error}"
+        raise TooLong(text.model_max_len, asked_for, least, "messages") from error
     return _until(mark, prompt) if continues else prompt
 
 

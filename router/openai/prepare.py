@@ -273,6 +273,8 @@ class Preparer:
                 ends = Ends(body.stop, keeps, body.min_tokens, job.over(), is_wanted, places)
                 output = text.output(prompt, ends, skip)
                 own = replace(sampling, seed=seed_of(sampling.seed, i))
+                if leader is not None and not body.stream:  # `Answer` has the leader's
+                    own = replace(own, prompt_logprobs=-1)
                 reqs.append(Req(len(reqs), prompt, own, output, leader, job.salt))
                 leader = leader or reqs[-1]
         options = body.stream_options

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 from worker.errors import UserError
 
-# Of a CPU for one probe; a rendering that has begun then is the last (`template.MAX_TURNS`).
+# Of a CPU for one probe; a rendering that has begun then is the last (`writing.MAX_CPU_S`).
 MAX_S = 0.5
 Message = dict[str, Any]
 Content = Literal["empty", "null", "absent"]

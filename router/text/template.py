@@ -1,8 +1,7 @@
 """Chat templates of models, run in jinja2's sandbox with the names that Hugging Face defines."""
 
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -12,20 +11,19 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from router.text.probe import Probe, probed
+from router.text.writing import COUNTED, SIZED, CountingEnvironment, to_json, within
 from worker.config.checkpoint.fields import Fields, is_list, read_fields
-from worker.errors import UserError
+from worker.errors import KvlaneError, UserError
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of templates
 FILE = "chat_template.jinja"
 OLDER_FILES = ("chat_template.json", "processor_config.json")  # of multimodal models
 OTHERS = "additional_chat_templates/*.jinja"
 FILES = (FILE, *OLDER_FILES, OTHERS)
-COUNTED = "_counted"  # a name of templates: `_limited_turns`
 BILLING = re.compile(r"\A(?:x-anthropic-[\w-]+:.*(?:\n|\Z))+")
-MAX_TURNS = 1_000_000  # of all loops of a template for one prompt; a second, at most
+MAX_CHARS = 1 << 25  # of a prompt, if nobody says how many
 
 
 class _Generation(Extension):
@@ -40,30 +38,6 @@ class _Generation(Extension):
 
     def _print(self, caller: Callable[[], str]) -> str:
         return caller()
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """Counts the turns of `for` loops: the only way a template could run on and on."""
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        template = super()._parse(source, name, filename)
-        for loop in list(template.find_all(nodes.For)):
-            loop.iter = nodes.Call(nodes.Name(COUNTED, "load"), [loop.iter], [], None, None)
-            loop.iter.set_lineno(loop.lineno).set_environment(self)
-        return template
-
-
-def _limited_turns() -> Callable[[Iterable[Any]], Iterator[Any]]:
-    """Passes on what loops of one prompt run over; raises TemplateError beyond MAX_TURNS."""
-    turns = iter(range(MAX_TURNS))
-
-    def counted(values: Iterable[Any]) -> Iterator[Any]:
-        for value in values:
-            if next(turns, None) is None:
-                raise jinja2.TemplateError(f"more than {MAX_TURNS} turns of loops")
-            yield value
-
-    return counted
 
 
 class AsWritten(dict[str, str]):
@@ -89,13 +63,8 @@ def _tojson(
     """Hugging Face's, whose options templates also give by their place."""
     if isinstance(value, AsWritten):
         return value.text
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    how = {"ensure_ascii": ensure_ascii, "separators": separators, "sort_keys": sort_keys}
+    return to_json(value, indent, **how)
 
 
 def _raise(message: str) -> str:
@@ -103,10 +72,14 @@ def _raise(message: str) -> str:
 
 
 class ChatTemplate:
-    """One template; `special` has bos_token and the like, by name. It is tried at once: `probe`."""
+    """One template; `special` has bos_token and the like, by name. It is tried at once: `probe`.
 
-    def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        environment = _Environment(
+    max_chars: of a prompt.
+    """
+
+    def __init__(self, source: str, special: Mapping[str, str], max_chars: int = MAX_CHARS) -> None:
+        self._max_chars = max_chars
+        environment = CountingEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _tojson  # pyright: ignore[reportUnknownMemberType]
@@ -125,7 +98,8 @@ class ChatTemplate:
         extra: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """The prompt of a chat; raises a UserError if the template refuses these messages.
+        """The prompt of a chat; raises a UserError if the template refuses these messages, TooMuch
+        if it writes too much of them, and `Slow`.
 
         Tools are given as they are; to a template that refuses them, with what they leave out.
         """
@@ -134,6 +108,8 @@ class ChatTemplate:
         names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._rendered(names)
+        except KvlaneError:
+            raise
         except Exception as error:  # a template is a program: it may raise anything
             if tools and (filled := [_filled(tool) for tool in tools]) != names["tools"]:
                 with suppress(Exception):
@@ -141,7 +117,12 @@ class ChatTemplate:
             raise UserError(f"the chat template refused: {error}", "messages") from error
 
     def _rendered(self, names: Mapping[str, Any]) -> str:
-        return self._template.render({**names, COUNTED: _limited_turns()})
+        return within(
+            self._max_chars,
+            lambda writing: self._template.render(
+                {**names, COUNTED: writing.counted, SIZED: writing.sized}
+            ),
+        )
 
 
 def _filled(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,14 +144,16 @@ class Templates:
     `sources`: by name. Raises a UserError if one that is used is no template.
     """
 
-    def __init__(self, sources: Mapping[str, str], special: Mapping[str, str]) -> None:
+    def __init__(
+        self, sources: Mapping[str, str], special: Mapping[str, str], max_chars: int = MAX_CHARS
+    ) -> None:
         alone = next(iter(sources)) if len(sources) == 1 else ""
         self._names = ", ".join(sorted(sources))
         plain, tools = (sources.get(name, sources.get(alone)) for name in (DEFAULT, WITH_TOOLS))
-        self._plain = None if plain is None else ChatTemplate(plain, special)
+        self._plain = None if plain is None else ChatTemplate(plain, special, max_chars)
         self._with_tools = self._plain
         if tools is not None and tools != plain:
-            self._with_tools = ChatTemplate(tools, special)
+            self._with_tools = ChatTemplate(tools, special, max_chars)
         self.source = "\n".join(dict.fromkeys(filter(None, (plain, tools))))
 
     @property

@@ -29,6 +29,7 @@ from worker.errors import UserError
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # bytes and spaces as sentencepiece writes them
 WORD_MARK = "\u2581"
+PROMPT_CHARS, LEAST_CHARS = 32, 1 << 16  # that a template may write: of a token, and in any case
 KNOWN_BYTES = 64 << 20  # of texts whose tokens are known, if nobody says how many
 
 log = logging.getLogger("kvlane.tokenizer")
@@ -59,8 +60,11 @@ class Text:
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
         self.vocab_size: int = inner.get("vocab_size") or size
         self.model_max_len: int = inner.get("max_position_embeddings") or 1 << 30
+        # A longer prompt cannot fit, unless it is of little but the longest tokens.
+        most = self.model_max_len * min(self.max_token_chars, PROMPT_CHARS)
+        sources = read_templates(directory, tokens.config)
         try:
-            self.templates = Templates(read_templates(directory, tokens.config), tokens.named)
+            self.templates = Templates(sources, tokens.named, max(most, LEAST_CHARS))
         except jinja2.TemplateSyntaxError as error:
             message = f"{directory}: its chat template is broken: {error}"
             raise UserError(message, "model.path") from error

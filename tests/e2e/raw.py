@@ -10,6 +10,7 @@ class Connection:
     """One connection to a router, opened again when the last one is gone."""
 
     port: int
+    source: str = ""  # the address that it comes from
     status: int = field(default=0, init=False)
     headers: dict[str, str] = field(default_factory=dict, init=False)
     _reader: asyncio.StreamReader | None = field(default=None, init=False)
@@ -24,7 +25,9 @@ class Connection:
     async def send_raw(self, raw: bytes) -> None:
         """Bytes of whatever kind."""
         if self._writer is None:
-            self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self.port)
+            own = (self.source, 0) if self.source else None
+            opened = await asyncio.open_connection("127.0.0.1", self.port, local_addr=own)
+            self._reader, self._writer = opened
         self._writer.write(raw)
         await self._writer.drain()
 

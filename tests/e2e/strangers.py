@@ -12,8 +12,8 @@ import zmq
 
 from tests.support.patience import HANG_S
 from worker.api import Ping, encode
+from worker.keyring import pack
 from worker.transfer.doors import COUNT, GREETING, PIECE, proof, received
-from worker.wire import _pack
 
 WAIT_S = 3.0  # for an answer that ought not to come
 # Calls of Ray's that take an empty message and change nothing.
@@ -65,7 +65,7 @@ def _pings(address: str, to: str, with_keys: bool) -> bool:
             dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
             dealer.curve_serverkey, _ = zmq.curve_keypair()
         dealer.connect(f"tcp://{address}")
-        dealer.send(_pack("s/1", to, (1, 1), encode(Ping("s/1"))))
+        dealer.send(pack("s/1", to, (1, 1), encode(Ping("s/1"))))
         return bool(dealer.poll(int(WAIT_S * 1000)))
     finally:
         context.destroy(linger=0)

@@ -3,6 +3,7 @@
     python -m tests.fault.fuzz_http --seconds 60
     python -m tests.fault.fuzz_http --requests 200000 --seconds 3600 --rate 60 --seed 7
     python -m tests.fault.fuzz_http --seconds 30 --keys --attacks
+    python -m tests.fault.fuzz_http --requests 64 --crowds
 
 Bodies, heads, fields, framing, depth and sizes are mutated; some requests stay halves, some clients
 leave. Prints what was sent and answered, and how a well-behaved client beside it fared: also as a
@@ -27,10 +28,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tests.e2e.harness import enter_namespace_of
 from tests.e2e.raw import Connection
 from tests.e2e.shared import BRIEF
+from tests.fault.crowd_attacks import CROWDS, indenting_model
 from tests.fault.http_attacks import ATTACKS, attack
 from tests.fault.stored_attacks import ATTACKS as STORED
 from tests.support.bystander import ASKS
@@ -206,11 +209,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--attacks", nargs="?", const="", help="also floods of large things: whose names have this"
     )
+    parser.add_argument("--crowds", action="store_true", help="of one client: crowd_attacks alone")
     args = parser.parse_args(argv)
     with tempfile.NamedTemporaryFile("w") as keys, ExitStack() as stack:
         keys.write(KEYS)
         keys.flush()
         more = ("--api-key-file", keys.name) if args.keys else ()
+        if args.crowds:
+            root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvl-", dir="/tmp")))
+            more += ("--set", f"model.path={indenting_model(root)}")
+            more += ("--set", "model.max_model_len=1024")
         serve, watched = stack.enter_context(watched_cluster(args, *BRIEF, *more))
         fuzzing = fuzz(
             watched, seconds=args.seconds, num=args.requests, seed=args.seed, rate=args.rate
@@ -221,10 +229,11 @@ def main(argv: Sequence[str]) -> int:
         others, others_s = asyncio.run(company(watched.serve.port, answers, took_s))
         lines += [*told(others, others_s), *watched.compared(beside, watched.noted())]
         breaches = breaches_of(answers) + breaches_of(others)
-        rows = [row for row in (*ATTACKS, *STORED) if (args.attacks or "") in row[0]]
-        if args.attacks is not None:
-            for made in attack(watched, of=rows):
-                lines.append(str(made))
+        rows = CROWDS if args.crowds else (*ATTACKS, *STORED)
+        if args.attacks is not None or args.crowds:
+            rows = [row for row in rows if (args.attacks or "") in row[0]]
+            for made in attack(watched, attacks=rows):
+                print(made, flush=True)
                 breaches += made.breaches
         breaches += watched.breaches()
         print("\n".join([*lines, *watched.report()]))

@@ -165,12 +165,13 @@ ATTACKS: tuple[Row, ...] = (
 )
 
 
-def row(made: Attack, alone: Stretch) -> str:
+def row(made: Attack) -> str:
     """Of a table."""
     statuses = Counter(status for status, _ in made.told)
-    p99, usual = made.beside.percentile(0.99), alone.percentile(0.99)
-    beside = f"p99 {p99:.0f} ms ({p99 / usual:.2f} x), /live {made.beside.live_ms:.0f} ms"
-    return f"{made.name:38} {beside}, {made.memory}, {dict(sorted(statuses.items()))}"
+    p99, usual = made.beside.percentile(0.99), made.alone.percentile(0.99)
+    live_ms = max(made.beside.live_ms, default=0)
+    beside = f"p99 {p99:.0f} ms ({p99 / usual:.2f} x), /live {live_ms:.0f} ms"
+    return f"{made.name:38} {beside}, {made.sizes}, {dict(sorted(statuses.items()))}"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -193,8 +194,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"alone: {alone}", flush=True)
         of = [each for each in ATTACKS if args.only in each[0]]
         pids = [process.pid for process in routers.processes.values()]
-        for made in run_all(of, int(routers.url.rpartition(":")[2]), bystander, pids):
-            print(row(made, alone), flush=True)
+        for made in run_all(of, routers.url, bystander, alone, pids):
+            print(row(made), flush=True)
             breaches += [*made.breaches, *made.beside.failed, *made.beside.wrong]
         ended = [name for name, each in routers.processes.items() if not each.is_alive()]
         breaches += [f"{name} has ended" for name in ended]
@@ -203,9 +204,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_all(
-    rows: Sequence[Row], port: int, bystander: Bystander, pids: Sequence[int | None]
+    rows: Sequence[Row],
+    url: str,
+    bystander: Bystander,
+    alone: Stretch,
+    pids: Sequence[int | None],
 ) -> Iterator[Attack]:
-    """One after another."""
+    """One after another. alone: how the bystander fared."""
+    port = int(url.rpartition(":")[2])
     for name, made, expected in rows:
         before, most = resident(pids), list[list[int]]()
 
@@ -225,7 +231,7 @@ def run_all(
         found = asyncio.run(run())
         peaks = [max(each) for each in zip(before, *most, strict=True)]
         memory = ", ".join(f"{b} to {m} MiB" for b, m in zip(before, peaks, strict=True))
-        yield Attack(name, found, bystander.stretch(), expected, memory)
+        yield Attack(name, found, bystander.stretch(), alone, memory, expected)
 
 
 def resident(pids: Sequence[int | None]) -> list[int]:

@@ -7,6 +7,7 @@ import pytest
 
 from tests.e2e.shared import BRIEF, Clusters
 from tests.fault import fuzz_http, fuzz_wire, http_attacks, stored_attacks
+from tests.fault.crowd_attacks import CROWDS
 from tests.support import pairwise
 from tests.support.disturbed import watching
 from tests.support.fuzzing import kept
@@ -44,8 +45,9 @@ def test_wrong_requests_harm_nobody(clusters: Clusters, place: Path) -> None:
 def test_floods_of_large_things_are_told_and_harm_nobody(clusters: Clusters) -> None:
     with watching(clusters.lend(*BRIEF), UNDISTURBED_S) as watched:
         breaches: list[str] = []
-        rows = (*http_attacks.ATTACKS, *stored_attacks.ATTACKS)
-        for made in http_attacks.attack(watched, SIZES, rows):
+        # The first crowd needs a template of its own.
+        attacks = (*http_attacks.ATTACKS, *stored_attacks.ATTACKS, *CROWDS[1:])
+        for made in http_attacks.attack(watched, SIZES, attacks):
             print(made)
             breaches += made.breaches
         breaches += watched.breaches()

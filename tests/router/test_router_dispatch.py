@@ -117,7 +117,7 @@ def test_who_would_wait_too_long_is_told_at_once(serve: Serve, ask: Ask, ids: Id
             held.append(double.take())
         else:
             wait_until(lambda num=num: metric(url, "requests_waiting") == num - MIN_AHEAD)
-    client = queue._waiting._clients[""]
+    client = queue._waiting._clients["127.0.0.1"]
     client.between_s.extend([10.0] * NUM_TIMED)
     client.turn_at = time.monotonic()
     status, code, headers = failed(ask(url))

@@ -52,6 +52,7 @@ class Clock:
 def refusal(keys: Keys, num_tokens: int = 0) -> tuple[str, float | None]:
     """Code and seconds of the refusal of a request of `a`; ("", None): it may start."""
     try:
+        keys.enter("a")
         keys.begin("a", num_tokens)
     except ApiError as error:
         return error.message, error.retry_after_s
@@ -132,6 +133,7 @@ def test_requests_at_a_time(file: Path) -> None:
     assert [refusal(keys)[0], refusal(keys)[0]] == ["", ""]
     assert refusal(keys)[0] == "this API key is limited to 2 requests at a time"
     keys.end("a", 5)
+    keys.opens("a", -1)
     assert refusal(keys)[0] == ""
     keys.begin(keys.keys[1].name, 10**9)  # it has no limit
 
@@ -148,6 +150,7 @@ def test_a_limit_recovers_while_another_one_refuses(
         clock.now += 1
         assert "limited to 1 requests" in refusal(keys)[0]
     keys.end("a", 0)
+    keys.opens("a", -1)
     clock.now += 2
     assert refusal(keys)[0] == ""
 

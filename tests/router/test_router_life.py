@@ -14,6 +14,7 @@ import pytest
 
 from router.http.admission import Admission
 from router.http.connection import LimitedProtocol
+from router.http.exchange import Exchange
 from router.http.garbage import FEW, IDLE_LOOKS, MAX_YOUNG, MIN_YOUNG, USUAL, Collector, is_due
 from router.http.table import GENERATING
 from router.http.turn import MAX_TURN_EVENTS
@@ -72,13 +73,13 @@ def test_refusals_by_the_head_are_those_of_the_routes(
     full: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages of other origins get theirs from the routes."""
-    late_ones, check = list[str](), Admission.check
+    late_ones, enter = list[str](), Admission.enter
 
-    def counted(admission: Admission, client: str) -> None:
-        late_ones.append(client)
-        check(admission, client)
+    def counted(admission: Admission, exchange: Exchange, **how: bool) -> None:
+        late_ones.append(exchange.source)
+        enter(admission, exchange, **how)
 
-    monkeypatch.setattr(Admission, "check", counted)
+    monkeypatch.setattr(Admission, "enter", counted)
     for path in GENERATING:
         with httpx.Client(timeout=HANG_S, headers={"x-request-id": "me"}) as client:
             early = client.post(full + path, content=b"{no JSON")
@@ -92,7 +93,7 @@ def test_refusals_by_the_head_are_those_of_the_routes(
             one.headers.pop("date")
         beside = {name for name, _ in late.headers.items() - early.headers.items()}
         assert all(name.startswith("access-control-") or name == "vary" for name in beside), beside
-    assert late_ones == [""] * len(GENERATING)
+    assert late_ones == ["127.0.0.1"] * len(GENERATING)
 
 
 def test_the_body_of_what_was_refused_may_come_later_or_never(full: str) -> None:

@@ -98,17 +98,27 @@ class Watched:
         self._rows = identity(self.serve.status())
         self.before = sizes()
 
+    def rest(self) -> None:
+        """Let things settle; what was large before does not count any more."""
+        self._until_settled(self._counted, HANG_S)
+        self.noted()
+        self.most.clear()
+        self._rested = sizes()
+
+    def grown(self) -> str:
+        """How large routers and workers were before, and at most since."""
+        self.look()
+        found = [
+            f"{name} {before.num_bytes >> 20} MiB, at most {self.most[pid] >> 20}"
+            for name, (pid, *_) in self._rows.items()
+            if (before := self._rested.get(pid)) is not None and pid in self.most
+        ]
+        return ", ".join(found)
+
     def look(self) -> None:
         """Note how large processes are at this moment."""
         for pid, size in sizes().items():
             self.most[pid] = max(self.most.get(pid, 0), size.num_bytes)
-
-    def most_of(self, word: str) -> str:
-        """How large those have been lately whose command has this word."""
-        named = {pid: size for pid, size in self.before.items() if word in size.line}
-        pairs = (f"{size.num_bytes >> 20} to {self.most.get(pid, 0) >> 20} MiB"
-                 for pid, size in named.items())  # fmt: skip
-        return ", ".join(pairs) or "none"
 
     def is_over(self) -> bool:
         """Whether a process has ended that may not, so that nothing more can be learned."""

@@ -17,7 +17,7 @@ from tests.support.pairwise import in_whole
 from tests.support.patience import until
 from worker import api
 from worker.api import Lost, Pong, Stop, WorkerStats
-from worker.config import PingConfig
+from worker.config import PingConfig, credit
 from worker.keyring import SEND_QUEUE_FRAMES, Keyring
 from worker.wire import Event, Wire, _Links
 
@@ -153,6 +153,30 @@ def test_order_is_kept_with_several_senders(pair: tuple[End, End]) -> None:
     for thread in threads:
         thread.join()
     assert positions == {f"t{t}": list(range(500)) for t in range(3)}
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["asked", "answered"])
+def test_an_honest_peer_is_never_one_that_says_too_much(
+    end: Make, monkeypatch: pytest.MonkeyPatch, *, asks: bool
+) -> None:
+    """More than was granted waits at the sender, in order; all that was may come in one moment."""
+    monkeypatch.setattr(credit, "MAX_UNITS", 1000)
+    patient = PingConfig(interval_s=0.05, max_misses=1200)
+    worker, client = linked(end("w/1", patient), end("c/1", patient))
+    greet(client, worker)
+    sender, reader = (client, worker) if asks else (worker, client)
+    unit = credit.ASKED_UNIT_BYTES if asks else credit.ANSWER_UNIT_BYTES
+    much = [api.PrefillRefused(XFER, api.Error(str(i), "x" * 40 * unit)) for i in range(40)]
+    links, go = reader.wire._links, threading.Event()
+    receive = links.receive
+    monkeypatch.setattr(links, "receive", lambda socket: go.wait(LIMIT_S) and receive(socket))
+    for message in much:
+        sender.wire.send(reader.wire.me, message)
+    until(lambda: sender.wire.is_held(reader.wire.me))
+    go.set()
+    assert [reader.next()[1] for _ in much] == much
+    assert not sender.wire.is_held(reader.wire.me)
+    assert reader.wire.refusals.num_messages == 0
 
 
 def test_pongs_carry_the_stats_of_the_moment(pair: tuple[End, End]) -> None:

@@ -13,11 +13,11 @@ import pytest
 import zmq
 
 from tests.unit.test_wire import FAST, LIMIT_S, End, linked
-from worker import keyring
 from worker.api import Ack, Generate, Ping, Sampling, Stop, encode
-from worker.keyring import HANDSHAKE_MS, Keyring
+from worker.config import credit
+from worker.keyring import HANDSHAKE_MS, Keyring, pack
 from worker.observe.metrics import WorkerMetrics, watch_wire
-from worker.wire import MAX_TURN_FRAMES, _Links, _pack
+from worker.wire import MAX_TURN_FRAMES, _Links
 
 ASKED = Generate("r", 1, (1, 2, 3), 3, Sampling(5), 10.0)
 
@@ -41,7 +41,7 @@ class Stranger:
     def say(self, sender: str, *messages: Any, link: int = 1, number: int = 1) -> None:
         for i, message in enumerate(messages):
             with contextlib.suppress(zmq.Again):  # who was refused already has nobody to say it to
-                self._socket.send(_pack(sender, "w/1", (link, number + i), encode(message)))
+                self._socket.send(pack(sender, "w/1", (link, number + i), encode(message)))
 
     def hears(self) -> bool:
         return bool(self._socket.poll(300))
@@ -164,7 +164,7 @@ def test_what_is_left_of_a_link_that_is_over_begins_no_link() -> None:
     for number in range(2, 50):
         stranger.say(f"c/{number}", ASKED, number=number)
     worker.nothing(0.3)
-    assert not worker.wire._links._peers
+    assert not worker.wire._links.peers
     stranger.close()
     worker.wire.close()
 
@@ -195,7 +195,7 @@ class Flood:
 
     def recv_multipart(self, *_: Any, **__: Any) -> list[zmq.Frame]:
         self.num_taken += 1
-        frame = _pack(self.peer, "w/1", (self.link, self.num_taken), encode(Ack("r", 1)))
+        frame = pack(self.peer, "w/1", (self.link, self.num_taken), encode(Ack("r", 1)))
         return [zmq.Frame(b"route"), zmq.Frame(frame)]
 
     def heard(self, links: _Links) -> Counter[str]:
@@ -218,7 +218,7 @@ def test_a_peer_that_floods_is_unheard_until_it_is_quiet(
 ) -> None:
     """Over new links, too. Others are heard, and the log has few lines of it."""
     for name, value in (("UNITS_PER_S", 0), ("MAX_UNITS", 1000), ("LINK_UNITS", 500)):
-        monkeypatch.setattr(keyring, name, value)
+        monkeypatch.setattr(credit, name, value)
     links, flood = _Links("w/1", FAST, lambda: None, None), Flood()
     found: Counter[str] = sum((flood.heard(links) for _ in range(4)), Counter())
     assert (found["Lost"], 490 < found["Ack"] < 500) == (1, True)  # bytes count, too
@@ -232,7 +232,7 @@ def test_a_peer_that_floods_is_unheard_until_it_is_quiet(
         "",
         *(f" ({n} times)" for n in (10, 100, 1000)),
     ]
-    monkeypatch.setattr(keyring, "UNITS_PER_S", 1 << 40)
+    monkeypatch.setattr(credit, "UNITS_PER_S", 1 << 40)
     flood.link, flood.num_taken = 4, 0
     assert flood.heard(links) == Counter(Ack=MAX_TURN_FRAMES)
     links.close()

@@ -5,15 +5,22 @@ router, which asks all decode workers for the request of that key. What was sent
 while it runs and for a while after its end, so whoever claims it gets the same chunks.
 """
 
+import ctypes
 from collections import OrderedDict
 from collections.abc import Sequence
+from sys import getsizeof
 
 from worker.api import Chunks, FinishReason, TokenChunk, decode, encode
 from worker.schedule.req import Req
 
 KEPT_S = 60.0  # after its end, or while nobody wants it
-MAX_BYTES = 64 << 20  # of answers that have ended; the oldest are forgotten first
+# Of all answers, as they are held. The oldest that have ended are forgotten first, then the oldest
+# that run: who comes back for them has them computed anew.
+MAX_BYTES = 64 << 20
+LENGTH_BYTES = 4  # before a packed chunk, its length
+TRIM_BYTES = 16 << 20  # let go of since glibc has given memory back
 COMPLETE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # glibc has it
 
 
 class KeptAnswers:
@@ -21,8 +28,8 @@ class KeptAnswers:
 
     def __init__(self) -> None:
         self._running: dict[str, Req] = {}
-        self._ended: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # `Chunks`; until when
-        self._num_bytes = 0
+        self._ended: OrderedDict[str, tuple[bytearray, float]] = OrderedDict()  # until when
+        self._num_ended_bytes = self._num_freed = 0
 
     def begin(self, req: Req) -> None:
         """Note a request that was admitted; what had its key before is not found any more."""
@@ -31,7 +38,9 @@ class KeptAnswers:
         if output and req.sampling.logprobs >= 0:
             return  # these have no logprobs here
         self._running[req.claim_key] = req
-        req.sent = [TokenChunk(*req.key, req.num_prompt_tokens, output)] if output else []
+        req.sent = bytearray()
+        if output:
+            keep(req.sent, TokenChunk(*req.key, req.num_prompt_tokens, output))
 
     def orphan(self, req: Req, now: float) -> bool:
         """Let `req` run on although nobody wants it now; False: nobody can claim it."""
@@ -47,29 +56,60 @@ class KeptAnswers:
             return
         del self._running[key]
         if reason in COMPLETE and req.sent is not None:
-            packed = encode(Chunks(tuple(req.sent)))
-            self._ended[key] = packed, now + KEPT_S
-            self._num_bytes += len(packed)
-        while self._num_bytes > MAX_BYTES:
-            self._drop(next(iter(self._ended)))
+            self._ended[key] = req.sent, now + KEPT_S
+            self._num_ended_bytes += getsizeof(req.sent)
+        elif req.sent is not None:
+            self._num_freed += getsizeof(req.sent)
+        req.sent = None
 
     def sweep(self, now: float) -> None:
-        """Forget answers that nobody has claimed in time."""
+        """Forget answers that nobody has claimed in time, and what is too much."""
         while self._ended and next(iter(self._ended.values()))[1] < now:
             self._drop(next(iter(self._ended)))
+        while self._num_running_bytes + self._num_ended_bytes > MAX_BYTES:
+            if self._ended:
+                self._drop(next(iter(self._ended)))
+            else:
+                req = self._running.pop(next(iter(self._running)))
+                self._num_freed += getsizeof(req.sent)
+                req.sent = None
+        if self._num_freed > TRIM_BYTES:
+            self._num_freed = 0
+            _trim(0)
+
+    @property
+    def _num_running_bytes(self) -> int:
+        return sum(getsizeof(req.sent) for req in self._running.values())
 
     def find(self, key: str) -> tuple[Req | None, Sequence[TokenChunk]] | None:
         """The request of this key, None in its place if it has ended, and what was sent of it."""
         if (req := self._running.get(key)) is not None:
             assert req.sent is not None
-            return req, req.sent
-        if key not in self._ended:
-            return None
-        chunks = decode(self._ended[key][0])
-        assert isinstance(chunks, Chunks)
-        return None, chunks.chunks
+            return req, chunks_of(req.sent)
+        return (None, chunks_of(self._ended[key][0])) if key in self._ended else None
 
     def _drop(self, key: str) -> None:
         if key in self._ended:
-            packed, _ = self._ended.pop(key)
-            self._num_bytes -= len(packed)
+            sent, _ = self._ended.pop(key)
+            self._num_ended_bytes -= getsizeof(sent)
+            self._num_freed += getsizeof(sent)
+
+
+def keep(sent: bytearray, chunk: TokenChunk) -> None:
+    """Add a chunk, packed: with logprobs it takes a tenth so. All are one block of memory, which is
+    given back as one.
+    """
+    packed = encode(Chunks((chunk,)))
+    sent += len(packed).to_bytes(LENGTH_BYTES, "big") + packed
+
+
+def chunks_of(sent: bytearray) -> list[TokenChunk]:
+    """The chunks that were kept."""
+    found, at = list[TokenChunk](), 0
+    while at < len(sent):
+        begin = at + LENGTH_BYTES
+        at = begin + int.from_bytes(sent[at:begin], "big")
+        frame = decode(sent[begin:at])
+        assert isinstance(frame, Chunks)
+        found += frame.chunks
+    return found

@@ -16,6 +16,7 @@ from worker.api import (
     TokenLogprob,
     Window,
 )
+from worker.requests.kept import keep
 from worker.schedule.req import Req
 
 Key = tuple[PeerId, str, int]  # router, req_id, dispatch
@@ -91,7 +92,7 @@ class Replies:
 
     def _reply(self, req: Req, chunk: TokenChunk) -> None:
         if req.sent is not None:
-            req.sent.append(chunk)
+            keep(req.sent, chunk)
         if req.router:
             self.add(req.router, chunk)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
-from worker.api import Candidate, PeerId, Sampling, TokenChunk
+from worker.api import Candidate, PeerId, Sampling
 from worker.cache.book import Hold
 from worker.observe.timeline import Timeline
 from worker.plan import tail_index
@@ -76,7 +76,7 @@ class Req:
     timeline: Timeline = field(default_factory=Timeline)
     claim_key: str = ""  # `Generate.key`
     salt: str = ""  # `Generate.salt`; kept here, as a preempted request has no hold
-    sent: list[TokenChunk] | None = None  # all of it, under whatever id, if it can be claimed
+    sent: bytearray | None = None  # all of it, under whatever id, if it can be claimed: `kept.keep`
     max_len: int = field(init=False)  # tokens of prompt + output at which it ends with LENGTH
     draw: Draw = field(init=False)
 

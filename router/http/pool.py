@@ -1,0 +1,54 @@
+"""Threads for what may take long, in turn between sources."""
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import TypeVar
+
+Result = TypeVar("Result")
+NUM_THREADS = 4
+MAX_OWN = 2  # of one source at a time
+
+
+class Pool:
+    """Runs work of sources, each in turn, and never as much of one that others find no thread."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "kvlane-prepare")
+        self._running = Counter[str]()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    async def run(self, source: str, work: Callable[[], Result]) -> Result:
+        """What `work` returns or raises."""
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.setdefault(source, deque()).append(turn)
+        self._start()
+        await turn
+        job = self._threads.submit(work)
+
+        def ended(_: "Future[Result]") -> None:  # also of one that nobody waits for any more
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._over, source)
+
+        job.add_done_callback(ended)
+        return await asyncio.wrap_future(job)
+
+    def _over(self, source: str) -> None:
+        self._running -= Counter([source])
+        self._start()
+
+    def _start(self) -> None:
+        while self._running.total() < NUM_THREADS:
+            source = next((s for s in self._waiting if self._running[s] < MAX_OWN), None)
+            if source is None:
+                return
+            turns = self._waiting.pop(source)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[source] = turns  # behind the others
+            if not turn.done():  # it was cancelled
+                self._running[source] += 1
+                turn.set_result(None)
