@@ -2,13 +2,14 @@
 
 import math
 import re
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray._private import node, ray_constants, state, worker
+from ray._private import node, ray_constants, services, state, worker
 
 if TYPE_CHECKING:
     from cluster.diagnose.ports import RayHere
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 RAY: Any = ray
 LATELY_S = 10.0
 NOWHERE = b"127.0.0.1:0"
+BUILT_BY = "_build_python_executable_command_memory_profileable"  # commands of Ray's own processes
+AGENTS = (ray_constants.PROCESS_TYPE_DASHBOARD_AGENT, ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT)
+RAYLET, GCS = ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER
 CONTROLLER = "kvlane-controller", "kvlane"  # its name for Ray, and the namespace
 # As `RAY.nodes` has them -> kinds of `diagnose.doors`.
 PORTS_OF_NODE = {
@@ -57,6 +61,48 @@ def start_what_is_needed() -> None:
 
     setattr(node.Node, "start_monitor", no_monitor)  # noqa: B010
     setattr(node.Node, "start_api_server", no_api_server)  # noqa: B010
+
+
+def keep_agents(notes: Path) -> None:
+    """Let the agents of a Ray that this process starts be started again by `agent.py`."""
+    build = getattr(services, BUILT_BY)
+    keeper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("agent.py")), str(notes)]
+
+    def built(component: str, *args: Any, **more: Any) -> list[str]:
+        command = build(component, *args, **more)
+        return [*keeper, *command] if component in AGENTS else command
+
+    setattr(services, BUILT_BY, built)
+
+
+def raylet_socket() -> str:
+    """Path of the socket of this node's raylet, once this process has joined."""
+    private: Any = worker
+    return str(private._global_node.raylet_socket_name)
+
+
+def ended_processes() -> dict[str, int]:
+    """Of the Ray that this process has started: what of it has ended by itself -> returncode."""
+    private: Any = worker
+    dead = private._global_node.dead_processes()
+    return {kind: process.returncode for kind, process in dead}
+
+
+def start_again(kind: str) -> None:
+    """Start a GCS that has ended, at its port, or a log monitor. May raise OSError."""
+    private: Any = worker
+    mine = private._global_node
+    before = mine.all_processes.pop(kind)
+    address, client = mine._gcs_address, mine._gcs_client
+    try:
+        if kind == GCS:
+            mine._gcs_address = mine._gcs_client = None  # which `start_gcs_server` asks for
+            mine.start_gcs_server()
+        else:
+            mine.start_log_monitor()
+    finally:
+        mine._gcs_address, mine._gcs_client = address, client
+        mine.all_processes.setdefault(kind, before)
 
 
 def silence_worker_deaths() -> None:
