@@ -4,23 +4,28 @@ What Ray lets one start again is started again: of a Ray of our own the GCS, who
 disk, and the log monitor; `sites.agent` starts agents. With a raylet the processes of its node end.
 """
 
+import contextlib
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+from ray.exceptions import RayError
 
 from cluster.serve.progress import Screen
-from cluster.sites.ray_private import GCS, RAYLET, ended_processes, start_again
+from cluster.sites.ray_private import GCS, RAYLET, ended_processes, hear_again, start_again
 from worker.errors import WorldError
 
 LOOK_S = 0.2
-ANSWER_S = 1.0  # for a connection
-MAX_DELAY_S = 30.0  # between two starts of what does not last
+ASK_S = 1.0
 LASTED_S = 60.0
+MAX_DELAY_S = 30.0  # between two starts of what does not last
 END_S = 10.0  # for calls of Ray to return once it is gone
+Say = Callable[[str], None]
 
 
 class RayGone(WorldError):
@@ -30,22 +35,56 @@ class RayGone(WorldError):
 class Watched(Protocol):
     """A Ray."""
 
-    def look(self, say: Callable[[str], None]) -> str:
+    def look(self, say: Say) -> str:
         """Say what has died, and start it again if that can be; why all ends, or ""."""
         ...
 
 
+@dataclass(slots=True)
+class Gcs:
+    """The address of one, and whether it answers there."""
+
+    address: str
+    silent_since: float = 0.0  # 0: it answers
+    _asked_at: float = 0.0
+
+    def ask(self, say: Say, follows: str) -> None:
+        """Say what follows from its silence, or that it is back, if either is new."""
+        if (now := time.monotonic()) - self._asked_at < ASK_S:
+            return
+        self._asked_at = now
+        host, _, port = self.address.rpartition(":")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        if not _answers(family, (host.strip("[]"), int(port))):
+            if not self.silent_since:
+                self.silent_since = now
+                say(follows)
+        elif self.silent_since:
+            with contextlib.suppress(RayError):  # not yet
+                hear_again()
+                say(f"Ray's GCS answers again, after {now - self.silent_since:.1f} s")
+                self.silent_since = 0.0
+
+
+class Start(NamedTuple):
+    """The last one of a process of Ray."""
+
+    at: float = 0.0
+    delay_s: float = 0.0  # before the next
+
+
+@dataclass(slots=True)
 class OwnRay:
     """One that this process has started. notes: of agents that have died."""
 
-    def __init__(self, notes: Path) -> None:
-        self._notes, self._num_noted = notes, 0
-        self._started_at: dict[str, float] = {}
-        self._delays_s: dict[str, float] = {}
+    gcs: Gcs
+    notes: Path
+    _num_noted: int = 0
+    _starts: dict[str, Start] = field(default_factory=dict[str, Start])
 
-    def look(self, say: Callable[[str], None]) -> str:
+    def look(self, say: Say) -> str:
         """As of Watched."""
-        noted = self._notes.read_text(encoding="utf-8").splitlines() if self._notes.exists() else []
+        noted = self.notes.read_text(encoding="utf-8").splitlines() if self.notes.exists() else []
         for how in noted[self._num_noted :]:
             say(f"an agent of Ray has died ({how}); it is started again, nothing else ends")
         self._num_noted = len(noted)
@@ -53,55 +92,44 @@ class OwnRay:
         if RAYLET in ended:
             how = _told(ended[RAYLET])
             return f"Ray's raylet has died ({how}), and with it all workers and routers"
+        if self.gcs.silent_since:
+            self.gcs.ask(say, "")
+        now = time.monotonic()
         for kind, code in ended.items():
-            now = time.monotonic()
-            if now - self._started_at.get(kind, -LASTED_S) < self._delays_s.get(kind, 0.0):
+            start = self._starts.get(kind, Start())
+            if now - start.at < start.delay_s:
                 continue
-            lasted = now - self._started_at.get(kind, -LASTED_S) >= LASTED_S
-            delay_s = 1.0 if lasted else min(2 * self._delays_s[kind], MAX_DELAY_S)
-            self._started_at[kind], self._delays_s[kind] = now, delay_s
-            name = "GCS" if kind == GCS else kind.replace("_", " ")
-            follows = "workers and routers go on, and who dies is replaced once it is back"
-            say(
-                f"Ray's {name} has died ({_told(code)}); it is started again"
-                + (f", with what it knew: {follows}" if kind == GCS else ", nothing else ends")
-            )
+            lasted = now - start.at > LASTED_S
+            self._starts[kind] = Start(now, 1.0 if lasted else min(2 * start.delay_s, MAX_DELAY_S))
+            follows = "nothing else ends"
+            if kind == GCS:
+                self.gcs.silent_since = self.gcs.silent_since or now
+                follows = "workers and routers go on, who dies is replaced once it answers"
+            say(f"Ray's {kind} has died ({_told(code)}); it is started again, {follows}")
             try:
                 start_again(kind)
             except OSError as error:
-                say(f"Ray's {name} does not start: {error}")
+                say(f"Ray's {kind} does not start: {error}")
         return ""
 
 
+@dataclass(slots=True)
 class JoinedRay:
-    """One that others have started, by the address of its GCS and the socket of our raylet."""
+    """One that others have started. raylet: the path of the socket of this node's."""
 
-    def __init__(self, address: str, raylet: str) -> None:
-        self._address, self._raylet = address, raylet
-        self._silent_since = 0.0
-        self._asked_at = 0.0
+    gcs: Gcs
+    raylet: str
 
-    def look(self, say: Callable[[str], None]) -> str:
+    def look(self, say: Say) -> str:
         """As of Watched."""
-        now = time.monotonic()
-        if now - self._asked_at < ANSWER_S:
-            return ""
-        self._asked_at = now
-        if not _answers(socket.AF_UNIX, self._raylet):
-            return "this node's raylet has died, and with it all of kvlane on this node"
-        host, _, port = self._address.rpartition(":")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        answers = _answers(family, (host.strip("[]"), int(port)))
-        if answers and self._silent_since:
-            say(f"Ray's GCS answers again, after {now - self._silent_since:.0f} s")
-            self._silent_since = 0.0
-        elif not answers and not self._silent_since:
-            self._silent_since = now
-            say(
-                f"Ray's GCS at {self._address} does not answer. Workers and routers go on, and "
-                "who dies is not replaced. If it is not back within 60 s "
-                "(RAY_gcs_rpc_server_reconnect_timeout_s), or without its tables, Ray ends them all"
-            )
+        if not _answers(socket.AF_UNIX, self.raylet):
+            return "this node's raylet has died, and with it all that `serve` has started"
+        self.gcs.ask(
+            say,
+            f"Ray's GCS at {self.gcs.address} does not answer: workers and routers go on, who dies "
+            "is replaced once it answers. Without it Ray ends them all after 60 s "
+            "(RAY_gcs_rpc_server_reconnect_timeout_s), at once if it is back without its tables",
+        )
         return ""
 
 
@@ -146,5 +174,5 @@ def _told(code: int) -> str:
 
 def _answers(family: socket.AddressFamily, address: str | tuple[str, int]) -> bool:
     with socket.socket(family) as asked:
-        asked.settimeout(ANSWER_S)
+        asked.settimeout(ASK_S)
         return asked.connect_ex(address) == 0

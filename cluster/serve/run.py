@@ -18,7 +18,7 @@ from cluster.diagnose.checks import check_port
 from cluster.serve import launch
 from cluster.serve.lifetime import Running
 from cluster.serve.progress import JsonScreen, Screen, Stages
-from cluster.serve.ray_watch import JoinedRay, OwnRay, RayGone, RayWatch
+from cluster.serve.ray_watch import Gcs, JoinedRay, OwnRay, RayGone, RayWatch
 from cluster.serve.supervisor import Lent
 from cluster.sites.estate import Done, Estate
 from cluster.sites.handles import Identity, kill_for_certain
@@ -193,9 +193,9 @@ def serve(config: Config, address: str, lent: Lent, out: TextIO) -> int:
     else:
         screen.line("starting Ray on this machine")
         address = launch.start_local(config, lent.directory)
-    local = lent.directory is not None
-    own = OwnRay(lent.directory / launch.AGENT_NOTES) if lent.directory is not None else None
-    ray = RayWatch(own or JoinedRay(address, raylet_socket()), screen)
+    local, gcs = lent.directory is not None, Gcs(address)
+    own = OwnRay(gcs, lent.directory / launch.AGENT_NOTES) if lent.directory is not None else None
+    ray = RayWatch(own or JoinedRay(gcs, raylet_socket()), screen)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # now, as Ray sets its own
         signal.signal(number, lambda number, _: signals.append(number))
     serving = Serving(config, local, ray, screen, signals)

@@ -39,14 +39,12 @@ def run(command: list[str]) -> str:
 
 def with_ports(command: list[str]) -> list[str]:
     """The same, at the ports that it had, as far as it has come to note them."""
-    options = dict(word.partition("=")[::2] for word in command if word.startswith("--"))
-    session, node = Path(options["--session-dir"]), options["--node-id"]
-    again: list[str] = []
-    for word in command:
-        name = word.partition("=")[0]
-        noted = session / f"{PORTS[name]}_{node}" if name in PORTS else None
-        again.append(f"{name}={noted.read_text()}" if noted and noted.exists() else word)
-    return again
+    given = {name: value for name, _, value in (word.partition("=") for word in command)}
+    for option, noted in PORTS.items():
+        path = Path(given["--session-dir"], f"{noted}_{given['--node-id']}")
+        if option in given and path.exists():
+            given[option] = path.read_text()
+    return [f"{name}={value}" if value else name for name, value in given.items()]
 
 
 def main(notes: str, command: list[str]) -> None:

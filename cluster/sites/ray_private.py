@@ -105,6 +105,13 @@ def start_again(kind: str) -> None:
         mine.all_processes.setdefault(kind, before)
 
 
+def hear_again() -> None:
+    """Have the next GCS pass on what processes log, as the last one did. May raise RayError."""
+    private: Any = worker
+    if (subscriber := private.global_worker.gcs_log_subscriber) is not None:
+        subscriber.subscribe()
+
+
 def silence_worker_deaths() -> None:
     """Keep Ray from printing a page of advice when a worker dies; the monitor prints a line."""
 
