@@ -1,7 +1,8 @@
 """Runs an agent of a Ray node, again whenever it has died: `python agent.py NOTES COMMAND…`.
 
 A script of its own, which `ray_private.keep_agents` puts between a raylet and its agents: a raylet
-ends with either of them, and all workers of its node with it. Each death is a line in NOTES.
+ends with either of them, and all workers of its node with it. Each death is a line in NOTES. The
+next agent has the ports of the last one, as COMMAND says them.
 """
 
 import ctypes
@@ -9,18 +10,10 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PRCTL = ctypes.CDLL(None).prctl
 RAYLET = "RAY_RAYLET_PID"  # an agent ends where its parent is another one
-# Option -> the file in which an agent notes the port that it was given; the raylet asks there.
-PORTS = {
-    "--grpc-port": "metrics_agent_port",
-    "--listen-port": "dashboard_agent_listen_port",
-    "--metrics-export-port": "metrics_export_port",
-    "--runtime-env-agent-port": "runtime_env_agent_port",
-}
 DELAY_S, MAX_DELAY_S = 0.2, 10.0
 LIVED_S = 30.0  # then it did not die of how it was started
 
@@ -37,16 +30,6 @@ def run(command: list[str]) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def with_ports(command: list[str]) -> list[str]:
-    """The same, at the ports that it had, as far as it has come to note them."""
-    given = {name: value for name, _, value in (word.partition("=") for word in command)}
-    for option, noted in PORTS.items():
-        path = Path(given["--session-dir"], f"{noted}_{given['--node-id']}")
-        if option in given and path.exists():
-            given[option] = path.read_text()
-    return [f"{name}={value}" if value else name for name, value in given.items()]
-
-
 def main(notes: str, command: list[str]) -> None:
     """Never returns: it ends with its raylet."""
     raylet = int(os.environ[RAYLET])
@@ -60,7 +43,6 @@ def main(notes: str, command: list[str]) -> None:
         lived = time.monotonic() - began_at > LIVED_S
         delay_s = DELAY_S if lived else min(2 * delay_s, MAX_DELAY_S)
         time.sleep(delay_s)
-        command = with_ports(command)
 
 
 if __name__ == "__main__":
