@@ -23,7 +23,7 @@ from worker.errors import WorldError
 LOOK_S = 0.2
 ASK_S = 1.0
 LASTED_S = 60.0
-MAX_DELAY_S = 30.0  # between two starts of what does not last
+MAX_DELAY_S = 10.0  # between two starts of what does not last
 END_S = 10.0  # for calls of Ray to return once it is gone
 Say = Callable[[str], None]
 
@@ -46,13 +46,13 @@ class Gcs:
 
     address: str
     silent_since: float = 0.0  # 0: it answers
-    _asked_at: float = 0.0
+    asked_at: float = 0.0  # for the last time
 
     def ask(self, say: Say, follows: str) -> None:
         """Say what follows from its silence, or that it is back, if either is new."""
-        if (now := time.monotonic()) - self._asked_at < ASK_S:
+        if (now := time.monotonic()) - self.asked_at < ASK_S:
             return
-        self._asked_at = now
+        self.asked_at = now
         host, _, port = self.address.rpartition(":")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         if not _answers(family, (host.strip("[]"), int(port))):

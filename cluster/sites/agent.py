@@ -5,6 +5,7 @@ ends with either of them, and all workers of its node with it. Each death is a l
 next agent has the ports of the last one, as COMMAND says them.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -38,7 +39,10 @@ def main(notes: str, command: list[str]) -> None:
     while os.getppid() == raylet:
         began_at = time.monotonic()
         how = run(command)
-        with open(notes, "a", encoding="utf-8") as file:
+        with (
+            contextlib.suppress(OSError),
+            open(notes, "a", encoding="utf-8") as file,
+        ):  # a full disk
             file.write(how + "\n")
         lived = time.monotonic() - began_at > LIVED_S
         delay_s = DELAY_S if lived else min(2 * delay_s, MAX_DELAY_S)

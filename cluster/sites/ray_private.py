@@ -141,7 +141,7 @@ def start_again(kind: str) -> None:
 def hear_again() -> None:
     """Have the next GCS pass on what processes log, as the last one did. May raise RayError."""
     private: Any = worker
-    if (subscriber := private.global_worker.gcs_log_subscriber) is not None:
+    if (subscriber := getattr(private.global_worker, "gcs_log_subscriber", None)) is not None:
         subscriber.subscribe()
 
 
