@@ -5,8 +5,8 @@
 
 Two Ray nodes on this machine (tests/e2e/two_nodes.sh; root), a decode worker on each. Requests of
 all kinds arrive; the cable is unplugged for 5 s and for 60 s, and the second node dies. After each
-of these that node is started again. With a port for a Redis, all is on the second node, and the first
-one, Ray's head, dies twice. Exits with 1 if a request failed or was wrong.
+of these that node is started again. With a port for a Redis, all is on the second node, and
+Ray's head, the first one, dies twice. Exits with 1 if a request failed or was wrong.
 """
 
 import argparse
