@@ -5,6 +5,8 @@ disk, and the log monitor; `sites.agent` starts agents. With a raylet the proces
 """
 
 import contextlib
+import errno
+import math
 import os
 import socket
 import threading
@@ -12,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ray.exceptions import RayError
 
@@ -22,8 +24,8 @@ from worker.errors import WorldError
 
 LOOK_S = 0.2
 ASK_S = 1.0
-LASTED_S = 60.0
-MAX_DELAY_S = 10.0  # between two starts of what does not last
+AGAIN_S = 5.0  # between two starts of a process
+NOBODY = errno.ECONNREFUSED, errno.ENOENT
 END_S = 10.0  # for calls of Ray to return once it is gone
 Say = Callable[[str], None]
 
@@ -48,14 +50,19 @@ class Gcs:
     silent_since: float = 0.0  # 0: it answers
     asked_at: float = 0.0  # for the last time
 
+    def is_due(self) -> bool:
+        """Whether to ask once more."""
+        if time.monotonic() - self.asked_at < ASK_S:
+            return False
+        self.asked_at = time.monotonic()
+        return True
+
     def ask(self, say: Say, follows: str) -> None:
         """Say what follows from its silence, or that it is back, if either is new."""
-        if (now := time.monotonic()) - self.asked_at < ASK_S:
-            return
-        self.asked_at = now
+        now = time.monotonic()
         host, _, port = self.address.rpartition(":")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        if not _answers(family, (host.strip("[]"), int(port))):
+        if _connected(family, (host.strip("[]"), int(port))):
             if not self.silent_since:
                 self.silent_since = now
                 say(follows)
@@ -66,13 +73,6 @@ class Gcs:
                 self.silent_since = 0.0
 
 
-class Start(NamedTuple):
-    """The last one of a process of Ray."""
-
-    at: float = 0.0
-    delay_s: float = 0.0  # before the next
-
-
 @dataclass(slots=True)
 class OwnRay:
     """One that this process has started. notes: of agents that have died."""
@@ -80,7 +80,7 @@ class OwnRay:
     gcs: Gcs
     notes: Path
     _num_noted: int = 0
-    _starts: dict[str, Start] = field(default_factory=dict[str, Start])
+    _started_at: dict[str, float] = field(default_factory=dict[str, float])
 
     def look(self, say: Say) -> str:
         """As of Watched."""
@@ -92,15 +92,13 @@ class OwnRay:
         if RAYLET in ended:
             how = _told(ended[RAYLET])
             return f"Ray's raylet has died ({how}), and with it all workers and routers"
-        if self.gcs.silent_since:
+        if self.gcs.silent_since and self.gcs.is_due():
             self.gcs.ask(say, "")
         now = time.monotonic()
         for kind, code in ended.items():
-            start = self._starts.get(kind, Start())
-            if now - start.at < start.delay_s:
+            if now - self._started_at.get(kind, -math.inf) < AGAIN_S:
                 continue
-            lasted = now - start.at > LASTED_S
-            self._starts[kind] = Start(now, 1.0 if lasted else min(2 * start.delay_s, MAX_DELAY_S))
+            self._started_at[kind] = now
             follows = "nothing else ends"
             if kind == GCS:
                 self.gcs.silent_since = self.gcs.silent_since or now
@@ -122,7 +120,9 @@ class JoinedRay:
 
     def look(self, say: Say) -> str:
         """As of Watched."""
-        if not _answers(socket.AF_UNIX, self.raylet):
+        if not self.gcs.is_due():
+            return ""
+        if _connected(socket.AF_UNIX, self.raylet) in NOBODY:  # a slow one is none
             return "this node's raylet has died, and with it all that `serve` has started"
         self.gcs.ask(
             say,
@@ -172,7 +172,8 @@ def _told(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def _answers(family: socket.AddressFamily, address: str | tuple[str, int]) -> bool:
+def _connected(family: socket.AddressFamily, address: str | tuple[str, int]) -> int:
+    """0, or why not, as of errno."""
     with socket.socket(family) as asked:
         asked.settimeout(ASK_S)
-        return asked.connect_ex(address) == 0
+        return asked.connect_ex(address)

@@ -110,6 +110,7 @@ def test_a_joined_gcs_that_is_gone_and_back_is_said_once_and_a_raylet_is_the_end
             look_twice()
         assert len(said) == 2
         assert "answers again" in said[1]
+    ray.gcs.asked_at = 0.0
     assert "raylet has died" in ray.look(said.append)
 
 
