@@ -69,6 +69,10 @@ class Cluster:
         # There is one controller, and no request is with it.
         return found if len(found) > 1 or every or role in TITLES else {}
 
+    async def disturbed(self) -> bool:
+        """Whether a worker is not ready."""
+        return any(row["state"] != "ready" for row in await self.workers())
+
     async def metrics(self) -> dict[str, float]:
         """Sums over all processes, by name and, of pages and slots, state."""
         async with self._http.get(f"{self._url}/metrics/targets") as response:
@@ -130,6 +134,9 @@ class Faults:
                 await task
 
     async def _do(self, step: Step) -> None:
+        deadline = time.monotonic() + NEXT_S
+        while step.calm and await self._cluster.disturbed() and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
         with filled(step.fill):
             command = asyncio.create_task(self._tell(*step.run)) if step.run else None
             await asyncio.sleep(step.after_s)

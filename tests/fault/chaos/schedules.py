@@ -28,6 +28,7 @@ class Step:
     full_s: float = 15.0
     run: Sequence[str] = ()  # a command of kvlane that drains
     after_s: float = 0.0  # from its start to the hit
+    calm: bool = True  # first all workers are ready again
 
 
 def schedules() -> dict[str, list[dict[str, Any]]]:
@@ -38,7 +39,7 @@ def schedules() -> dict[str, list[dict[str, Any]]]:
 def steps_of(name: str | None, roles: Sequence[str], signals: Sequence[str]) -> list[Step]:
     """Of a schedule; "all": of each in turn; None: one of a role after another is hit."""
     if name is None:
-        return [Step(role, how=signals) for role in roles]
+        return [Step(role, how=signals, calm=False) for role in roles]
     known = schedules()
     rows = [row for each in known.values() for row in each] if name == "all" else known[name]
     return [Step(**row) for row in rows]
