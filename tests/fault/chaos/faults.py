@@ -135,7 +135,10 @@ class Faults:
 
     async def _do(self, step: Step) -> None:
         deadline = time.monotonic() + NEXT_S
-        while step.calm and await self._cluster.disturbed() and time.monotonic() < deadline:
+        while True:
+            is_late = time.monotonic() > deadline
+            if not step.calm or is_late or not await self._cluster.disturbed():
+                break
             await asyncio.sleep(POLL_S)
         with filled(step.fill):
             command = asyncio.create_task(self._tell(*step.run)) if step.run else None
