@@ -15,7 +15,6 @@ class Exchange:
     """One request and its answer; status 0: none has come."""
 
     path: str
-    asked: str
     status: int = 0
     answer: str = ""
 
@@ -27,7 +26,7 @@ def relay(port: int, kept: list[Exchange]) -> Iterator[str]:
     class Passing(BaseHTTPRequestHandler):
         def pass_on(self) -> None:
             asked = self.rfile.read(int(self.headers.get("content-length", 0)))
-            kept.append(exchange := Exchange(self.path, asked.decode()))
+            kept.append(exchange := Exchange(self.path))
             headers = {name: value for name, value in self.headers.items() if _goes_on(name)}
             headers["Accept-Encoding"] = "identity"
             server = http.client.HTTPConnection("127.0.0.1", port)
