@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.clients.relay import Exchange, relay
 
 TASK = "Tom has 34 apples and buys 3 bags of 12 apples. How many apples does Tom have?"
-LIMIT_S = 1200  # of a turn
+LIMIT_S = 900  # of a turn
 ASKS = re.compile(r"/v1/(?:chat/completions|responses|messages)(?:\?|$)")
 CALLED = re.compile(r'"type": ?"(?:tool_use|(?:custom_tool|function)_call)"|"tool_calls": ?\[\{')
 
