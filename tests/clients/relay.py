@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-OF_A_HOP = ("accept-encoding", "connection", "content-length", "host", "transfer-encoding")
+OF_A_HOP = {"accept-encoding", "connection", "content-length", "host", "transfer-encoding"}
 
 
 @dataclass(slots=True)
@@ -25,19 +25,16 @@ def relay(port: int, kept: list[Exchange]) -> Iterator[str]:
 
     class Passing(BaseHTTPRequestHandler):
         def pass_on(self) -> None:
-            asked = self.rfile.read(int(self.headers.get("content-length", 0)))
             kept.append(exchange := Exchange(self.path))
-            headers = {name: value for name, value in self.headers.items() if _goes_on(name)}
-            headers["Accept-Encoding"] = "identity"
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            headers = {k: v for k, v in self.headers.items() if k.lower() not in OF_A_HOP}
             server = http.client.HTTPConnection("127.0.0.1", port)
-            server.request(
-                self.command, self.path, asked, headers | {"accept-encoding": "identity"}
-            )
+            server.request(self.command, self.path, body, headers)
             answer = server.getresponse()
             exchange.status = answer.status
             self.send_response_only(answer.status)
             for name, value in answer.getheaders():
-                if _goes_on(name):
+                if name.lower() not in OF_A_HOP:
                     self.send_header(name, value)
             self.end_headers()
             while part := answer.read1():
@@ -47,17 +44,10 @@ def relay(port: int, kept: list[Exchange]) -> Iterator[str]:
 
         do_GET = do_HEAD = do_POST = pass_on
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Says nothing: all is kept."""
+        def log_message(self, format: str, *args: object) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Passing)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Passing) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
-    finally:
         server.shutdown()
-        server.server_close()
-
-
-def _goes_on(name: str) -> bool:
-    return name.lower() not in OF_A_HOP

@@ -137,20 +137,6 @@ def test_a_call_of_a_strict_function_that_nothing_demands_is_constrained(
         assert grammar_accepts(text, grammar, f"<think>{WRONG}</think> so") != is_token
 
 
-def test_a_router_may_hold_all_calls_to_their_schemas(serve: Serve, text: Text) -> None:
-    served = serve(DecodeDouble(), directory=text.directory, strict_tools=True)
-    served.double.says(text, "so")
-    unknown = {"type": "object", "properties": {"city": {"type": "string", "pattern": "(?=a)"}}}
-    tools = [TOOLS[0], {"type": "function", "function": {"name": "f", "parameters": unknown}}]
-    response = served.post("chat/completions", messages=HELLO, tools=tools)
-    assert response.headers["x-kvlane-unknown-fields"] == "tools.f.properties.city.pattern"
-    grammar = served.double.take()[1].sampling.grammar
-    assert grammar_accepts(text, grammar, f"hi {COMPACT}")
-    assert not grammar_accepts(text, grammar, WRONG)
-    served.post("chat/completions", messages=HELLO)
-    assert not served.double.take()[1].sampling.grammar
-
-
 def test_calls_that_are_not_told_apart_are_content(serve: Serve, tmp_path: Path) -> None:
     text = Text(make_model(tmp_path, f"{{# ipython #}}{LOOP}"))
     call = '{"name": "time", "parameters": {}}'
