@@ -53,7 +53,7 @@ class Agent:
                 (home / name).parent.mkdir(exist_ok=True)
                 (home / name).write_text(text.replace("$URL", url))
             command = [str(min(place.glob(self.program))), *shlex.split(self.arguments)]
-            env = {"PATH": os.environ["PATH"], "HOME": str(home), "TERM": "dumb", "LANG": "C.UTF-8"}
+            env = dict.fromkeys(("HOME", "TMPDIR"), str(home)) | {"PATH": os.environ["PATH"]}
             env |= {name: value.replace("$URL", url) for name, value in self.env.items()}
             quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
             try:
