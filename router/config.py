@@ -117,6 +117,8 @@ class RouterConfig(Section):
     """How long a response is kept, in the memory of the router that made it."""
     generation_config: Literal["auto", "ignore"] = "auto"
     """Sampling where a request says nothing; auto: the model's generation_config.json."""
+    strict_tools: bool = False
+    """Whether calls that nothing demands follow their tools' schemas, also without `strict`."""
     max_string_chars: Auto | Annotated[int, Field(ge=0, le=32768)] = "auto"
     """Of a string in structured output whose schema has no limit; 0: none, auto: context / 4."""
     max_integer: int = Field(default=9 * 10**18, ge=0, le=9 * 10**18)

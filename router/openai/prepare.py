@@ -198,7 +198,8 @@ class Preparer:
         """
         constraint = constraint_of(body, self._bounds)
         is_free = constraint is None and not tools.demanded
-        if is_free and not any(function.strict for function in tools.functions):
+        holds_all = self._served.config.strict_tools
+        if is_free and not any(function.strict or holds_all for function in tools.functions):
             return "", "", ()
         has_end = body.min_tokens or body.ignore_eos  # a grammar has one of its own
         can_be = can_be_free(self._form, begun=think == "never") and not has_end

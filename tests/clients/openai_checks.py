@@ -242,7 +242,7 @@ def said(text: str, role: str = "user") -> list[dict[str, str]]:
 MISTAKES: tuple[tuple[dict[str, Any], str, str], ...] = (  # what is asked, code, param
     ({"model": "nobody"}, "model_not_found", "model"),
     ({"max_tokens": -1}, "invalid_value", "max_tokens"),
-    ({"messages": said("apples " * 9000)}, "context_length_exceeded", "messages"),
+    ({"messages": said("apples " * 90_000)}, "context_length_exceeded", "messages"),
 )
 
 

@@ -1,0 +1,78 @@
+"""Coding agents: a turn of each against a server, and whether the model has called a tool in it.
+
+Nothing here forces a call: `agents.toml` has what the agents are told, as router/AGENTS.md says it.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.clients.relay import Exchange, relay
+
+LIMIT_S = 900  # of a turn
+ASKS = re.compile(r"/v1/(?:chat/completions|responses|messages)(?:\?|$)")
+CALLED = re.compile(r'"type": ?"(?:tool_use|(?:custom_tool|function)_call)"|"tool_calls": ?\[\{')
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """A table of agents.toml."""
+
+    package: str
+    speaks: str
+    program: str
+    arguments: str
+    env: dict[str, str] = field(default_factory=dict[str, str])
+    files: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def of_npm(self) -> bool:
+        return self.program.startswith("node_modules")
+
+    def version(self, place: Path) -> str:
+        """Of what is installed in `place`."""
+        if self.of_npm:
+            file = place / "node_modules" / self.package / "package.json"
+            return json.loads(file.read_text())["version"]
+        name = self.package.partition("[")[0].replace("-", "_")
+        (found,) = place.glob(f"lib/python3*/site-packages/{name}-*.dist-info")
+        return found.name.removesuffix(".dist-info").rpartition("-")[2]
+
+    def take_turn(self, place: Path, port: int, home: Path) -> str:
+        """What the turn lacks, "" if nothing; the agent writes below `home` alone."""
+        kept = list[Exchange]()
+        (work := home / "work").mkdir(parents=True)
+        with relay(port, kept) as url, (home / "output").open("wb") as output:
+            for name, text in self.files.items():
+                (home / name).parent.mkdir(exist_ok=True)
+                (home / name).write_text(text.replace("$URL", url))
+            command = [str(min(place.glob(self.program))), *shlex.split(self.arguments)]
+            env = dict.fromkeys(("HOME", "TMPDIR"), str(home)) | {"PATH": os.environ["PATH"]}
+            env |= {name: value.replace("$URL", url) for name, value in self.env.items()}
+            quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            try:
+                subprocess.run(command, cwd=work, env=env, timeout=LIMIT_S, check=True, **quiet)
+            except subprocess.SubprocessError as error:
+                return lacks(kept, f"exit code {getattr(error, 'returncode', 'none in time')}")
+        return lacks(kept)
+
+
+AGENTS = {
+    name: Agent(**table)
+    for name, table in tomllib.loads(Path(__file__).with_name("agents.toml").read_text()).items()
+}
+
+
+def lacks(kept: list[Exchange], *more: str) -> str:
+    """Why these exchanges are no turn with a call, "" if they are one; more: what else is wrong."""
+    asked = [one for one in kept if ASKS.search(one.path)]
+    found = [f"{one.path}: {one.status} {one.answer[:200]}" for one in kept if one.status != 200]
+    if not any(CALLED.search(one.answer) for one in asked):
+        found.append("reached the model, no call" if asked else "has not reached the model")
+    return "; ".join([*found, *more])
