@@ -76,7 +76,8 @@ class Net:
             for each in (ends, block_table(ends, num_tokens))
         )
         slots = torch.ones(1, dtype=torch.int32, device=DEVICE)
-        chunks = StateChunks(start, start[1:], slots, blocks)
+        none = torch.zeros_like(slots)
+        chunks = StateChunks(start, start[1:], slots, none, none, blocks)
         packed = self.noise(num_tokens, self.shape.packed_width)
         out = packed.new_empty(num_tokens, self.shape.value_width)
         return lambda: [

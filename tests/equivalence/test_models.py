@@ -179,7 +179,9 @@ class Engine:
             return StateWindows(rows, slots, folded, seq_len, 1)
         blocks = block_table(batch.query_start.tolist(), batch.num_tokens)
         table = torch.tensor(blocks, dtype=torch.int32)
-        return StateChunks(batch.query_start, batch.seq_lens, slots[rows].int(), table)
+        none = torch.zeros(len(rows), dtype=torch.int32)
+        own = slots[rows].int()
+        return StateChunks(batch.query_start, batch.seq_lens, own, none, none, table)
 
     def prefill(self, chunk: int) -> Iterator[list[torch.Tensor]]:
         """Both prompts together, `chunk` tokens of each at a time."""

@@ -19,6 +19,7 @@ COST = PlacementInputs(
     s_per_token=0.001,
     kv_bytes_per_token=1_000,
     pull_bytes_per_s=dict.fromkeys(("p/1", "q/1"), 1e8),
+    num_missing_tokens=100,
 )
 IDLE = Candidate("p/1", prefill_s_per_token=0.001)
 

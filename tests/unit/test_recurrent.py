@@ -5,7 +5,7 @@ In a process with Triton's interpreter the kernels, otherwise their definitions.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 import pytest
@@ -31,6 +31,7 @@ SHAPES = [DeltaShape(2, 1, 16, 32), DeltaShape(1, 2, 32, 16), DeltaShape(2, 3, 1
 WIDEST = 4
 BOUND = 4e-5
 NAN = float("nan")
+NONE: Mapping[int, tuple[int, int]] = {}
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +75,16 @@ class Net:
     def tokens(self, count: int) -> Tensor:
         return self.noise(count, self.shape.packed_width)
 
-    def prefill(self, parts: Sequence[tuple[int, Tensor]], padding: int = 0) -> list[Tensor]:
-        """A batch of chunks, each the next tokens of a row; returns their outputs."""
+    def prefill(
+        self,
+        parts: Sequence[tuple[int, Tensor]],
+        padding: int = 0,
+        snapshots: Mapping[int, tuple[int, int]] = NONE,
+    ) -> list[Tensor]:
+        """A batch of chunks, each the next tokens of a row; returns their outputs.
+
+        snapshots: by row, a number of tokens, and the row to whose slot their state goes.
+        """
         counts = [len(tokens) for _, tokens in parts]
         rows = torch.tensor([row for row, _ in parts])
         start = torch.tensor([0, *counts]).cumsum(0).int()
@@ -86,6 +95,8 @@ class Net:
             start,
             self.seq_len[rows].int(),
             self.state_slot[rows].int(),
+            torch.tensor([snapshots.get(row, (0, 0))[0] for row, _ in parts]).int(),
+            self.state_slot[[snapshots.get(row, (0, 0))[1] for row, _ in parts]].int(),
             torch.tensor(block_table(start.tolist(), len(packed)), dtype=torch.int32),
         )
         out = torch.full((len(packed), self.shape.value_width), NAN)
@@ -212,6 +223,25 @@ def test_neither_cut_nor_company_changes_a_bit_of_a_prompt(shape: DeltaShape):
             check_same(mine[net.state_slot[row]], its[net.state_slot[1]])
 
 
+@pytest.mark.parametrize("shape", [SHAPES[1], *pairwise.more(SHAPES[0], SHAPES[2])], ids=str)
+def test_a_snapshot_is_the_state_of_a_prompt_that_ends_there(shape: DeltaShape) -> None:
+    """At a block's end in a chunk, at the chunk's own end, and in company."""
+    net = Net(shape, 8)
+    text, other = net.tokens(200), net.tokens(70)
+    net.prefill([(1, text[:64])], snapshots={1: (64, 3)})
+    net.prefill([(2, other), (1, text[64:])], padding=3, snapshots={1: (128, 4), 2: (64, 5)})
+    for row, (tokens, num) in {3: (text, 64), 4: (text, 128), 5: (other, 64)}.items():
+        for first, last in spans(range(0, num + 1, 64)):
+            net.prefill([(6, tokens[first:last])])
+        net.seq_len[6] = 0
+        for part in net.state[:2]:
+            check_same(part[net.state_slot[row]], part[net.state_slot[6]])
+    assert net.state.s[net.state_slot[7:]].isnan().all()
+    net.seq_len[4] = 128
+    resumed = net.prefill([(4, text[128:])])[0]
+    check_right(resumed, recurrence(net, text)[128:])
+
+
 def test_blocks_of_a_batch():
     requests, firsts = block_table([0, 130, 130, 131, 195], 200)
     assert requests == [0, 0, 0, 2, 3, 4, 4]
@@ -239,7 +269,7 @@ if not INTERPRETED:
         rows = StateWindows(live, net.state_slot, net.folded, net.seq_len, 4)
         start, lengths = torch.tensor([0, 8]).int(), torch.tensor([8]).int()
         blocks = torch.tensor(block_table([0, 8], 8), dtype=torch.int32)
-        chunks = StateChunks(start, lengths, live[:1].int(), blocks)
+        chunks = StateChunks(start, lengths, live[:1].int(), lengths, lengths, blocks)
         out = packed.new_empty(8, net.shape.value_width)
         with compiling(kernels) as made:
             kernels.delta_window_triton(packed, weights, state, rows)

@@ -3,14 +3,17 @@
 Invariants (tests.support.books asserts them):
     every page but 0 is in exactly one of: free, some Hold's private pages, the tree;
     num_reserved <= free + evictable, so a reserved page can always be bound for compute;
-    every slot but 0 is free, or some Hold's.
+    every slot but 0 is free, or some Hold's; see Snapshots of those behind them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from worker.cache.pages import PageAllocator
 from worker.cache.prefix import MANY, Node, PrefixTree
+from worker.cache.snapshots import Snapshots
+from worker.config.checkpoint.delta_shape import DELTA_BLOCK
 from worker.errors import OutOfPages
 
 
@@ -36,6 +39,8 @@ class Hold:
     num_trimmed: int = 0  # its first pages, which nobody reads again
     keep_from: int = MANY  # index of a page; it and those behind it are not trimmed
     num_wanted: int = 0  # pages of the tokens that it was opened for
+    # By number of tokens, slots of snapshots that launched steps store, and that no node has yet.
+    snapshots: dict[int, int] = field(default_factory=dict)
 
 
 class PageBook:
@@ -48,10 +53,14 @@ class PageBook:
         *,
         prefix_cache: bool = True,
         num_slots: int = 0,
+        num_snapshots: int = 0,
         span: int = 0,
         step_tokens: int = 0,
     ) -> None:
-        """span: see PrefixTree. step_tokens: of a prompt, in a step at most; with a span only."""
+        """span: see PrefixTree. step_tokens: of a prompt, in a step at most; with a span only.
+
+        num_snapshots: slots of theirs, behind the num_slots of requests and slot 0.
+        """
         self.page_size, self.span = page_size, span
         # That can be handed out at all: all but the first.
         self.num_pages, self.num_slots = num_pages - 1, max(0, num_slots - 1)
@@ -63,7 +72,9 @@ class PageBook:
         self._allocator = PageAllocator(num_pages)
         # A freed slot cools as a page does: a pull may be what fills it next.
         self._slots = PageAllocator(num_slots) if num_slots else None
-        self.tree = PrefixTree(page_size, span)  # changed by the book alone
+        slots = range(num_slots, num_slots + num_snapshots * (prefix_cache and not span))
+        self.snapshots = Snapshots(slots, math.lcm(page_size, DELTA_BLOCK), page_size)
+        self.tree = PrefixTree(page_size, span, self.snapshots.drop)  # changed by the book alone
 
     def launched(self, step: int) -> None:
         """See PageAllocator.launched."""
@@ -185,6 +196,7 @@ class PageBook:
         self.tree.unlock(hold.nodes[first:])
         hold.nodes = nodes
         hold.private -= set(pages) - set(refused)
+        self.snapshots.keep(hold)
 
     def trim(self, hold: Hold, num_tokens: int, tokens: Sequence[int] = ()) -> None:
         """Give back the pages that nobody reads once KV of `num_tokens` tokens is there and final.
@@ -232,6 +244,7 @@ class PageBook:
         """Give everything back. No pull into its pages may be running."""
         self.tree.unlock(hold.nodes[hold.num_trimmed :])
         self._allocator.free(hold.private)
+        self.snapshots.close(hold)
         if self._slots is not None and hold.slot:
             self._slots.free([hold.slot])
         self.num_reserved -= hold.num_reserved

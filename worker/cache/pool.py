@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +23,12 @@ class KVPool:
     """
 
     def __init__(
-        self, layout: KVLayout, num_pages: int, device: torch.device, num_slots: int = 0
+        self,
+        layout: KVLayout,
+        num_pages: int,
+        device: torch.device,
+        num_slots: int = 0,
+        num_snapshots: int = 0,
     ) -> None:
         if num_pages < 2:
             text = f"num_pages must be at least 2 (page 0 is a sink), not {num_pages}"
@@ -37,10 +43,13 @@ class KVPool:
             self._layers[region.name] = _layer_views(raw, region, num_pages)
         # Of each layer with a state, see _state_views.
         self.states: list[tuple[Tensor, Tensor]] = []
-        self.num_slots = num_slots
+        self.num_slots, self.num_snapshots = num_slots, num_snapshots  # these behind those
+        self._slots: Tensor | None = None  # [slots of both, slot_bytes] u8
         if layout.state is not None:
+            num_slots += num_snapshots
             raw = self._allocate(STATE, num_slots * layout.state.slot_bytes)
             self.states = _state_views(raw, layout.state, num_slots)
+            self._slots = raw.view(num_slots, -1)
 
     def _allocate(self, name: str, num_bytes: int) -> Tensor:
         if self.device.type == "cpu":
@@ -79,6 +88,12 @@ class KVPool:
             found += (part, exponents_of(part)) if part.dtype == E4M3 else (part,)
         return found
 
+    def copy_slots(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole states (from, to), in this order, on the current stream."""
+        for source, target in copies:
+            assert self._slots is not None
+            self._slots[target].copy_(self._slots[source])
+
     def memory(self) -> tuple[MemoryRegion, ...]:
         """The allocations, in the layout's order, then the state's; valid until `close`."""
         return tuple(self._memory)
@@ -87,6 +102,7 @@ class KVPool:
         """Give the memory back; it is freed when the last view of it is gone. Idempotent."""
         self._layers.clear()
         self.states.clear()
+        self._slots = None
         for region in self._memory:
             if region.fd is not None:
                 os.close(region.fd)

@@ -70,6 +70,9 @@ class StateChunks(NamedTuple):
     query_start: Tensor  # [n + 1] i32
     seq_lens: Tensor  # [n] i32; with the chunk
     slots: Tensor  # [n] i32; of the requests' states
+    # [n] i32: a state that is stored as well, if the chunk passes or reaches it: a multiple of 64
+    snap_lens: Tensor  # after so many tokens of the request; 0: none
+    snap_slots: Tensor  # where
     # [2, at least all blocks] i32: request (n: none) and first token of the batch's blocks
     blocks: Tensor
 

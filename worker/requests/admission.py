@@ -99,8 +99,11 @@ class Admission:
 
     def place(self, req: Req) -> None:
         """Get the prompt's missing KV, if any: pull it, or prefill here."""
-        num_uncached = len(req.tokens) - 1 - req.num_computed_tokens
+        assert req.hold is not None
+        num_stored, snapshots = len(req.tokens) - 1, self._engine.book.snapshots
+        num_uncached = num_stored - snapshots.resumable(req.hold, num_stored)
         if num_uncached == 0:
+            snapshots.resume(req.hold, num_stored)
             self._engine.metrics.placed("none").inc()
             self.queue_for_row(req)
             return
@@ -111,6 +114,7 @@ class Admission:
         candidates = peers.eligible(req.candidates)
         inputs = PlacementInputs(
             num_uncached_tokens=num_uncached,
+            num_missing_tokens=num_stored - req.num_computed_tokens,
             num_running=len(self._queues.running),
             num_queued_tokens=sum(
                 len(other.tokens) - 1 - other.num_planned_tokens for other in self._queues.local
@@ -200,7 +204,7 @@ class Admission:
 class PlacementInputs:
     """Numbers of the request and of this worker from which both costs are estimated."""
 
-    num_uncached_tokens: int  # tokens to prefill
+    num_uncached_tokens: int  # tokens to prefill here
     num_running: int  # decode rows that a local prefill would stall
     s_per_token: float  # of local prefill; 0 = not measured yet
     kv_bytes_per_token: int
@@ -208,6 +212,7 @@ class PlacementInputs:
     num_queued_tokens: int = 0  # of prompts that wait to be prefilled here
     state_bytes: int = 0  # of a request, where layers are recurrent
     span: int = 0  # so many tokens are pulled at most; 0: all
+    num_missing_tokens: int = 0  # whose KV is not here, and would be pulled
 
 
 def to_ask(
@@ -227,7 +232,7 @@ def to_ask(
     s_per_token = inputs.s_per_token or min(measured, default=0.0)
     if config.mode == "always" or s_per_token == 0:
         return candidates
-    num_pulled = min(inputs.num_uncached_tokens, inputs.span or inputs.num_uncached_tokens)
+    num_pulled = min(inputs.num_missing_tokens, inputs.span or inputs.num_missing_tokens)
     num_bytes = num_pulled * inputs.kv_bytes_per_token + inputs.state_bytes
 
     def remote_s(candidate: Candidate) -> float:

@@ -155,6 +155,7 @@ class DecodeScheduler:
                 (req.sampling.prompt_logprobs for req, chunk in launched.computed if chunk.scored),
                 default=-1,
             ),
+            copies=self._book.snapshots.drain(),
         )
 
     def _bind(self, req: Req, bound: int, width: int, ahead: int) -> bool:

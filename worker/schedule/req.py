@@ -118,6 +118,7 @@ class PrefillReq:
     num_prompt_tokens: int  # with `sampling`: how many of `tokens` are prompt, not output
     num_computed_tokens: int  # settled
     num_planned_tokens: int  # launched
+    num_cached_tokens: int = 0  # from where on it is computed
     row: int = 0
     num_table_pages: int = 0
     num_announced_pages: int = 0  # decode had them, or they are settled and announced whole
@@ -132,6 +133,11 @@ class PrefillReq:
     def num_target_tokens(self) -> int:
         """Tokens whose KV is to be computed."""
         return len(self.tokens) - (self.sampling is None)
+
+    @property
+    def num_stored_tokens(self) -> int:
+        """Tokens whose KV is there. It may be deeper than the state from which it is computed."""
+        return max(self.num_computed_tokens, self.hold.num_matched)
 
     @property
     def awaits_token(self) -> bool:

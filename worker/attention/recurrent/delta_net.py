@@ -162,7 +162,7 @@ def gated_norm(o: Tensor, z: Tensor, weights: DeltaWeights, shape: DeltaShape) -
 def delta_chunk_ref(
     packed: Tensor, weights: DeltaWeights, state: DeltaState, chunks: StateChunks, out: Tensor
 ) -> None:
-    """Fill `out` and the requests' slots.
+    """Fill `out`, the requests' slots, and those of snapshots that the chunks pass.
 
     packed: [num_tokens, packed_width]; out: [num_tokens, value_width] of that dtype; padding: 0.
     """
@@ -182,10 +182,14 @@ def delta_chunk_ref(
             s, early = torch.zeros_like(s), torch.zeros_like(early)
         raw = torch.cat((early, qkv[tokens]))
         x = inputs(convolved(raw, weights.conv), ba[tokens], weights, shape)
-        outputs = []
+        outputs, snap = [], chunks.snap_lens[i] - (lengths[i] - count)
         for at in range(0, count, DELTA_BLOCK):
             s, o = delta_block(s, Inputs(*(part[at : at + DELTA_BLOCK] for part in x)))
             outputs.append(o)
+            if at + DELTA_BLOCK == snap:
+                kept = chunks.snap_slots[i : i + 1]
+                write_states(state, kept, s[None])
+                state.conv[kept] = by_head(raw[None, snap : snap + TAPS - 1], shape)
         out[tokens] = gated_norm(torch.cat(outputs), z[tokens], weights, shape)
         write_states(state, held, s[None])
         state.conv[held] = by_head(raw[None, 1 - TAPS :], shape)

@@ -414,8 +414,8 @@ def _matrices_kernel(
 
 @triton.jit
 def _scan_kernel(
-    packed, mixed, decays, query_start, seq_lens, slots, w_all, u_all, p_all, s_all, conv_all, out,
-    stride_packed, stride_slot, stride_head, stride_conv_slot, stride_conv_head, stride_conv,
+    packed, mixed, decays, query_start, seq_lens, slots, snap_lens, snap_slots, w_all, u_all, p_all,
+    s_all, conv_all, out, stride_packed, stride_slot, stride_head, stride_conv_slot, stride_conv_head, stride_conv,
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUES: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -433,6 +433,8 @@ def _scan_kernel(
     if end > begin:
         started = tl.load(seq_lens + request) > end - begin
         slot = tl.load(slots + request).to(tl.int64)
+        snap = tl.load(snap_lens + request) - tl.load(seq_lens + request) + end - begin
+        snap_slot = tl.load(snap_slots + request).to(tl.int64)
         i, keys = tl.arange(0, BLOCK), tl.arange(0, KEY_DIM)
         values = part * VALUES + tl.arange(0, VALUES)
         key_head = head // RATIO
@@ -469,29 +471,36 @@ def _scan_kernel(
             new = (new * tl.exp(last - total)[:, None]).to(DTYPE)
             s = s * tl.exp(last) + tl.dot(tl.trans(k), new, input_precision=EXACT)
             p_at += HEADS * BLOCK * BLOCK
+            if first + BLOCK - begin == snap:
+                tl.store(s_at + (snap_slot - slot) * stride_slot, s)
         tl.store(s_at, s)
 
-        # The last three raw inputs. Of a short chunk some were in the slot before.
-        t = end - begin - 3 + tl.arange(0, 4)[:, None]
-        length = end - begin
-        chunk = packed + begin.to(tl.int64) * stride_packed
-        conv = conv_all + slot * stride_conv_slot + key_head * stride_conv_head
-        line = tl.arange(0, 4)[:, None] * stride_conv
-        inside = tl.arange(0, 4)[:, None] < 3
-        of_v = head % RATIO * VALUE_DIM + 2 * KEY_DIM
-        x = _raw(conv + of_v, chunk + 2 * KEYS + head * VALUE_DIM, stride_conv, stride_packed, t,
-                 length, started, values[None, :], inside)  # fmt: skip
-        tl.debug_barrier()
-        tl.store(conv + of_v + line + values[None, :], x, mask=inside)
-        if (part == 0) & (head % RATIO == 0):
-            of_q = chunk + key_head * KEY_DIM
-            x_q = _raw(conv, of_q, stride_conv, stride_packed, t, length, started, keys[None, :],
-                       inside)  # fmt: skip
-            x_k = _raw(conv + KEY_DIM, of_q + KEYS, stride_conv, stride_packed, t, length, started,
-                       keys[None, :], inside)  # fmt: skip
-            tl.debug_barrier()
-            tl.store(conv + line + keys[None, :], x_q, mask=inside)
-            tl.store(conv + KEY_DIM + line + keys[None, :], x_k, mask=inside)
+        # The last three raw inputs, of the snapshot and of the chunk. Some of a short chunk's were
+        # in the slot before.
+        for number in tl.static_range(2):  # type: ignore
+            length = snap if number == 0 else end - begin
+            if length > 0:
+                to_slot = snap_slot if number == 0 else slot
+                t = length - 3 + tl.arange(0, 4)[:, None]
+                chunk = packed + begin.to(tl.int64) * stride_packed
+                conv = conv_all + slot * stride_conv_slot + key_head * stride_conv_head
+                line = tl.arange(0, 4)[:, None] * stride_conv
+                line += (to_slot - slot) * stride_conv_slot
+                inside = tl.arange(0, 4)[:, None] < 3
+                of_v = head % RATIO * VALUE_DIM + 2 * KEY_DIM
+                x = _raw(conv + of_v, chunk + 2 * KEYS + head * VALUE_DIM, stride_conv,
+                         stride_packed, t, length, started, values[None, :], inside)  # fmt: skip
+                tl.debug_barrier()
+                tl.store(conv + of_v + line + values[None, :], x, mask=inside)
+                if (part == 0) & (head % RATIO == 0):
+                    of_q = chunk + key_head * KEY_DIM
+                    x_q = _raw(conv, of_q, stride_conv, stride_packed, t, length, started,
+                               keys[None, :], inside)  # fmt: skip
+                    x_k = _raw(conv + KEY_DIM, of_q + KEYS, stride_conv, stride_packed, t, length,
+                               started, keys[None, :], inside)  # fmt: skip
+                    tl.debug_barrier()
+                    tl.store(conv + line + keys[None, :], x_q, mask=inside)
+                    tl.store(conv + KEY_DIM + line + keys[None, :], x_k, mask=inside)
 
 
 def delta_chunk_triton(
@@ -527,8 +536,7 @@ def delta_chunk_triton(
     values = min(SCAN_VALUES, shape.value_dim)
     stages = SCAN_STAGES - (packed.dtype == torch.float32)  # which needs twice the shared memory
     _scan_kernel[(shape.value_dim // values, heads, num_reqs)](
-        packed, mixed, decays[0], chunks.query_start, chunks.seq_lens, chunks.slots, w, u, p, s,
-        conv, out, packed.stride(0), s.stride(0), s.stride(1), *strides, VALUES=values,
+        packed, mixed, decays[0], *chunks[:5], w, u, p, s, conv, out, packed.stride(0), s.stride(0), s.stride(1), *strides, VALUES=values,
         HELD=s.shape[5], num_warps=SCAN_WARPS, num_stages=stages, **sizes,  # type: ignore
     )  # fmt: skip
     z = packed[:, shape.channels : shape.channels + shape.value_width]

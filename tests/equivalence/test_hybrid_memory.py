@@ -1,0 +1,94 @@
+"""Prefix hits of recurrent layers: texts equal those of prompts that are computed whole.
+
+All in float32. The oracle computes each prompt from its first token on, without a prefix tree.
+"""
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.equivalence.test_hybrid_laws import of_model, sections
+from tests.support.hybrids import poison
+from tests.support.lockstep import DECODE, PREFILL, Ask, Lockstep
+from tests.support.pairwise import in_whole
+from worker.api import Sampling
+
+Text = tuple[int, ...]
+GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
+LONG = 330  # tokens of the prompt with which others begin
+# How far they share it: grid lines, and what lies before, behind and between them.
+SHARED = (1, 63, 64, 65, 100, 127, 128, 129, 192, 256, 300, 319, 320, 321, 329)
+
+
+def fresh(rng: random.Random, count: int) -> Text:
+    return tuple(rng.randrange(2, 199) for _ in range(count))
+
+
+def branches(seed: int = 3) -> list[Text]:
+    """The long prompt first, then those that share a part of it, some twice."""
+    rng = random.Random(seed)
+    long = fresh(rng, LONG)
+    cut = [(*long[:num], *fresh(rng, rng.choice((1, 2, 40, 64, 90)))) for num in SHARED]
+    again = [(*prompt[:-1], 5) for prompt in cut[::3]]
+    return [long, *cut, long, *again]
+
+
+def served(made: Lockstep, prompts: Sequence[Text], *, at_once: bool) -> list[list[int]]:
+    asks = [
+        Ask(prompt, GREEDY, at=0 if at_once or not i else 1) for i, prompt in enumerate(prompts)
+    ]
+    if at_once:
+        return [answer.tokens for answer in made.serve(asks)]
+    return [made.serve([ask])[0].tokens for ask in (Ask(prompt, GREEDY) for prompt in prompts)]
+
+
+def config_of(place: str, *, sparse: bool = False, spec: dict[str, Any] | None = None, **engine):
+    config = of_model(sections(place, max_num_reqs=8, **engine), sparse=sparse)
+    config["spec"] = spec or {}
+    config["kv"]["snapshots"] = 32
+    return config
+
+
+@cache
+def cold(prompts: tuple[Text, ...], *, sparse: bool = False) -> list[list[int]]:
+    """By an engine that keeps nothing."""
+    made = Lockstep(config_of("never", sparse=sparse, prefix_cache=False), num_prefill=0)
+    try:
+        return served(made, prompts, at_once=True)
+    finally:
+        made.close()
+
+
+def resumed(made: Lockstep, peer: str) -> int:
+    return made.engines[peer].book.snapshots.num_resumed
+
+
+MTP = {"drafter": "mtp", "widths": [1, 4]}
+
+
+@pytest.mark.parametrize(
+    ("place", "spec", "sparse", "chunks"),
+    [
+        ("always", {}, False, 512),
+        ("never", MTP, True, 128),
+        *in_whole(("always", MTP, True, 64), ("never", {}, False, 512)),
+    ],
+)
+def test_a_prompt_that_begins_like_another_gets_the_text_of_a_cold_run(
+    place: str, spec: dict[str, Any], sparse: bool, chunks: int
+) -> None:
+    prompts = tuple(branches())
+    wanted = cold(prompts, sparse=sparse)
+    made = Lockstep(config_of(place, sparse=sparse, spec=spec, max_prefill_tokens=chunks))
+    try:
+        for engine in made.engines.values():
+            poison(engine)
+        assert served(made, prompts[:1], at_once=False) == wanted[:1]
+        for _ in range(2):
+            assert served(made, prompts, at_once=True) == wanted
+        assert resumed(made, DECODE if place == "never" else PREFILL) > len(prompts)
+    finally:
+        made.close()

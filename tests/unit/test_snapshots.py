@@ -1,0 +1,260 @@
+"""Snapshots of recurrent state under random prompts, against a naive model of what should be kept.
+
+The device is a double: a slot of state holds the tokens that are in it, a slot of KV those up to
+its own. So whoever resumes from another text, or rewrites what others read, is found.
+"""
+
+import random
+from collections import Counter
+
+import pytest
+
+from tests.support.books import check_book, check_snapshots
+from tests.support.pairwise import in_whole
+from worker.api import Prefill, Sampling, Xfer
+from worker.cache.book import Hold, PageBook
+from worker.config import EngineConfig
+from worker.plan import Drawn, Plan
+from worker.schedule.asked import PromptLimits
+from worker.schedule.pace import Pace
+from worker.schedule.prefill import PrefillScheduler
+from worker.schedule.req import PrefillReq
+
+SIZE, GRID, ROWS = 16, 64, 4
+Text = tuple[int, ...]
+
+
+class Naive:
+    """Which prefixes should have a snapshot, least recently used first. Pages are never short."""
+
+    def __init__(self, num: int) -> None:
+        self.num, self.kept, self.promised = num, list[Text](), 0
+
+    def resumable(self, tokens: Text, most: int) -> int:
+        lines = range(most // GRID * GRID, 0, -GRID)
+        return next((line for line in lines if tokens[:line] in self.kept), 0)
+
+    def use(self, prefix: Text) -> None:
+        if prefix in self.kept:
+            self.kept.remove(prefix)
+        self.kept.append(prefix)
+
+    def take(self) -> bool:
+        if len(self.kept) + self.promised == self.num:
+            if not self.kept:
+                return False
+            del self.kept[0]
+        self.promised += 1
+        return True
+
+    def keep(self, prefix: Text, pages: set[Text]) -> None:
+        self.promised -= 1
+        is_new = prefix not in self.kept
+        self.use(prefix)
+        found = 1
+        for end in range(len(prefix) - SIZE, 0, -SIZE) if is_new else ():
+            above = prefix[:end]
+            if sum(page[:-SIZE] == above for page in pages) > 1:
+                break
+            if above in self.kept:
+                found += 1
+                if found > 2:
+                    self.kept.remove(above)
+
+
+class Prompts:
+    """Random prompts in and out of one scheduler; the test is device and outbound."""
+
+    def __init__(self, seed: int, num_pages: int, num_snapshots: int, chunk: int = 160) -> None:
+        self.random = random.Random(seed)
+        self.exact = num_pages > 1000  # no page is ever evicted
+        self.book = PageBook(num_pages, SIZE, num_slots=7, num_snapshots=num_snapshots)
+        limits = PromptLimits(1000, grain=GRID)
+        engine = EngineConfig(max_num_reqs=ROWS)
+        self.scheduler = PrefillScheduler(self.book, engine, limits, Pace([], 1, 1, chunk, 2, 0.5))
+        self.naive = Naive(num_snapshots)
+        self.reqs: list[PrefillReq] = []
+        self.texts: list[Text] = [()]
+        self.states: dict[int, Text] = {}  # by slot
+        self.memory: dict[int, Text] = {}  # by slot of KV
+        self.in_flight: list[tuple[Plan, list[PrefillReq], list[list[int]]]] = []
+        self.counts: Counter[str] = Counter()
+
+    def turn(self) -> None:
+        if self.random.random() < 0.6:
+            self.admit()
+        if self.reqs and self.random.random() < 0.5:
+            self.drop(self.random.choice(self.reqs))
+        if len(self.in_flight) < 2 and (plan := self.scheduler.plan()) is not None:
+            self.launch(plan)
+        if self.in_flight and self.random.random() < 0.7:
+            self.settle()
+        self.check()
+
+    def admit(self) -> None:
+        rnd = self.random
+        base = rnd.choice(self.texts[-12:])
+        base = base[: rnd.choice((len(base), rnd.randint(0, len(base)), len(base) // GRID * GRID))]
+        more = rnd.choice((1, 2, 17, 64, 65, rnd.randint(1, 150)))
+        tokens = (*base[:500], *(rnd.randrange(3) for _ in range(more)))
+        if len(tokens) < 2:
+            return
+        sampling = rnd.choice((None, Sampling(5, temperature=0.0)))
+        asked = Prefill(Xfer("x", 1, "d", "p"), tokens, 0, 0.0, sampling, len(tokens))
+        req = self.scheduler.admit(asked)
+        if req is None:
+            self.counts["refused"] += 1
+            return
+        start, most = req.num_computed_tokens, min(req.num_target_tokens - 1, req.hold.num_matched)
+        assert start % GRID == 0
+        if self.exact:
+            assert start == self.naive.resumable(tokens, most)
+            if start:
+                self.naive.use(tokens[:start])
+        self.counts["resumed"] += start > 0
+        self.counts["deeper pages"] += req.hold.num_matched >= start + GRID
+        self.counts["at the end"] += req.hold.num_matched >= req.num_target_tokens > start
+        self.reqs.append(req)
+        self.texts.append(tokens)
+
+    def drop(self, req: PrefillReq) -> None:
+        self.counts["dropped early"] += req.num_computed_tokens < req.num_target_tokens
+        self.naive.promised -= len(req.hold.snapshots)
+        self.scheduler.drop(req)
+        self.reqs.remove(req)
+
+    def launch(self, plan: Plan) -> None:
+        for source, target in plan.copies:
+            self.states[target] = self.states[source]
+        owners = [next(r for r in self.reqs if r.hold.slot == c.state_slot) for c in plan.chunks]
+        for req, chunk in zip(owners, plan.chunks, strict=True):
+            start, end = chunk.start, chunk.start + len(chunk.tokens)
+            assert chunk.tokens == req.tokens[start:end]
+            assert start == 0 or self.states[chunk.state_slot] == req.tokens[:start]
+            assert start < end == req.num_planned_tokens
+            assert chunk.store_from == req.hold.num_matched
+            self.store_kv(req, max(start, chunk.store_from), end)
+            at, slot = chunk.snapshot
+            if slot:
+                assert start < at <= end
+                lines = {n // GRID * GRID for n in (req.hold.num_matched, req.num_target_tokens)}
+                assert at in lines
+                assert self.naive.take() or not self.exact
+                self.states[slot] = req.tokens[:at]
+                self.counts["branch points"] += at == min(lines) < max(lines)
+            self.states[chunk.state_slot] = req.tokens[:end]
+        self.in_flight.append((plan, owners, [list(req.hold.snapshots) for req in owners]))
+
+    def store_kv(self, req: PrefillReq, start: int, end: int) -> None:
+        pages = req.hold.pages
+        for position in range(end):
+            slot = pages[position // SIZE] * SIZE + position % SIZE
+            if position >= start:
+                assert pages[position // SIZE] in req.hold.private, "writes a shared page"
+                self.memory[slot] = req.tokens[: position + 1]
+            assert self.memory[slot] == req.tokens[: position + 1], "reads another's KV"
+
+    def settle(self) -> None:
+        plan, owners, _ = self.in_flight.pop(0)
+        drawn = [Drawn((1,), True) for chunk in plan.chunks if chunk.sample]
+        promised = {req: dict(req.hold.snapshots) for req in owners}
+        computed = self.scheduler.settle(plan.step, drawn)
+        for req in computed:
+            self.scheduler.commit([req])
+            pages = set(prefixes(self.book))
+            for at in promised[req].keys() - req.hold.snapshots.keys():
+                self.naive.keep(req.tokens[:at], pages)
+
+    def check(self) -> None:
+        holds = [req.hold for req in self.reqs]
+        check_book(self.book, holds)
+        check_snapshots(self.book, holds)
+        for prefix, node in prefixes(self.book).items():
+            if node.state:
+                assert self.states[node.state] == prefix
+        if self.exact:
+            used = [path_of(node) for node in self.book.snapshots._nodes]
+            assert used == self.naive.kept
+        free = self.book.snapshots.num_slots - self.book.snapshots.num_used
+        self.counts["full"] += not free
+
+
+def path_of(node) -> Text:
+    return tuple(token for each in node.path() for token in each.key)
+
+
+def prefixes(book: PageBook) -> dict[Text, object]:
+    found, todo = {}, [book.tree.root]
+    while todo:
+        node = todo.pop()
+        found |= {path_of(child): child for child in node.children.values()}
+        todo += node.children.values()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("seed", "num_pages", "num_snapshots"),
+    [(0, 4000, 8), (2, 90, 4), *in_whole((1, 4000, 3), (3, 90, 8), (4, 4000, 1), (5, 90, 2))],
+)
+def test_snapshots_are_of_their_text_and_kept_as_a_naive_model_says(
+    seed: int, num_pages: int, num_snapshots: int
+) -> None:
+    prompts = Prompts(seed, num_pages, num_snapshots)
+    for _ in range(300):
+        prompts.turn()
+    counts = prompts.counts
+    wanted = ["resumed", "deeper pages", "at the end", "dropped early", "full"]
+    for each in [*wanted, *(["branch points"] if num_snapshots > 1 else [])]:
+        assert counts[each] > 1, (each, counts)
+    while prompts.in_flight:
+        prompts.settle()
+    for req in list(prompts.reqs):
+        prompts.drop(req)
+    prompts.book.forget()
+    assert prompts.book.snapshots.num_used == 0, "snapshots go with their nodes"
+    assert prompts.book.num_available == prompts.book.num_pages
+
+
+@pytest.mark.parametrize(("num_snapshots", "prefix_cache"), [(0, True), (8, False)])
+def test_without_snapshots_prompts_are_computed_whole(num_snapshots, prefix_cache) -> None:
+    """Pages are shared all the same, and not stored again."""
+    book = PageBook(99, SIZE, num_slots=4, num_snapshots=num_snapshots, prefix_cache=prefix_cache)
+    scheduler = PrefillScheduler(
+        book,
+        EngineConfig(max_num_reqs=2),
+        PromptLimits(512, grain=GRID),
+        Pace([], 1, 1, 512, 2, 0.5),
+    )
+    for again in (False, True):
+        asked = Prefill(Xfer("x", 1, "d", "p"), tuple(range(200)), 0, 0.0, None, 200)
+        req = scheduler.admit(asked)
+        assert req is not None
+        plan = scheduler.plan()
+        assert plan is not None
+        (chunk,) = plan.chunks
+        assert (chunk.start, len(chunk.tokens), chunk.snapshot) == (0, 199, (0, 0))
+        assert chunk.store_from == (192 if again and prefix_cache else 0)
+        assert plan.copies == ()
+        scheduler.commit(scheduler.settle(plan.step, []))
+        scheduler.drop(req)
+
+
+def test_a_copy_is_forgotten_with_the_request_that_it_was_for() -> None:
+    """Its slot may be pulled into before the next plan is launched."""
+    book = PageBook(99, SIZE, num_slots=3, num_snapshots=2)
+    first = hold_of(book, range(128), 129)
+    book.bind(first, 128)
+    assert book.snapshots.store(first, 0, 128, 128) == (128, 128, 4)
+    book.commit(first, range(128))
+    book.close(first)
+    again = hold_of(book, range(129), 130)
+    assert book.snapshots.resume(again, 128) == 128
+    book.close(again)
+    assert book.snapshots.drain() == ()
+    assert book.snapshots.resumable(hold_of(book, range(129), 130), 127) == 0
+
+
+def hold_of(book: PageBook, tokens: range, num_slots: int) -> Hold:
+    hold = book.open(tokens, num_slots, max_matched=len(tokens) - 1)
+    assert hold is not None
+    return hold
