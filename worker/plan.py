@@ -86,8 +86,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     A window is `width` tokens of a row: the last drawn one, then drafts to verify. 1: plain decode.
 
     A decode step: copies, releases, starts, pages, forward, tail. A prefill step: copies, pages,
-    forward, releases, starts, tail. The forward of a prefill step reads only the page table, so the host can enqueue
-    releases and starts while the device is busy.
+    forward, releases, starts, tail. The forward of a prefill step reads only the page table, so the
+    host can enqueue releases and starts while the device is busy.
     """
 
     step: int

@@ -36,13 +36,9 @@ def branches(seed: int = 3) -> list[Text]:
     return [long, *cut, long, *again]
 
 
-def served(made: Lockstep, prompts: Sequence[Text], *, at_once: bool) -> list[list[int]]:
-    asks = [
-        Ask(prompt, GREEDY, at=0 if at_once or not i else 1) for i, prompt in enumerate(prompts)
-    ]
-    if at_once:
-        return [answer.tokens for answer in made.serve(asks)]
-    return [made.serve([ask])[0].tokens for ask in (Ask(prompt, GREEDY) for prompt in prompts)]
+def served(made: Lockstep, prompts: Sequence[Text]) -> list[list[int]]:
+    """All at once."""
+    return [answer.tokens for answer in made.serve([Ask(prompt, GREEDY) for prompt in prompts])]
 
 
 def config_of(place: str, *, sparse: bool = False, spec: dict[str, Any] | None = None, **engine):
@@ -57,7 +53,7 @@ def cold(prompts: tuple[Text, ...], *, sparse: bool = False) -> list[list[int]]:
     """By an engine that keeps nothing."""
     made = Lockstep(config_of("never", sparse=sparse, prefix_cache=False), num_prefill=0)
     try:
-        return served(made, prompts, at_once=True)
+        return served(made, prompts)
     finally:
         made.close()
 
@@ -86,9 +82,9 @@ def test_a_prompt_that_begins_like_another_gets_the_text_of_a_cold_run(
     try:
         for engine in made.engines.values():
             poison(engine)
-        assert served(made, prompts[:1], at_once=False) == wanted[:1]
+        assert served(made, prompts[:1]) == wanted[:1]
         for _ in range(2):
-            assert served(made, prompts, at_once=True) == wanted
+            assert served(made, prompts) == wanted
         assert resumed(made, DECODE if place == "never" else PREFILL) > len(prompts)
     finally:
         made.close()

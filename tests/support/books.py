@@ -39,7 +39,7 @@ def nodes_of(root: Node) -> list[Node]:
 
 
 def check_snapshots(book: PageBook, holds: Iterable[Hold]) -> None:
-    """A slot of snapshots is free, promised to an open hold, or a node's, which lies on the grid."""
+    """A slot of snapshots is free, promised to an open hold, or a node's, on the grid."""
     snapshots = book.snapshots
     kept = [node for node in nodes_of(book.tree.root) if node.state]
     assert set(kept) == set(snapshots._nodes)

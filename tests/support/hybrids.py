@@ -42,7 +42,7 @@ def hybrid(*, sparse: bool = False) -> Path:
 
 
 def poison(engine: Engine) -> None:
-    """From now on slots that are handed out, also for snapshots, hold no number, nor does the ring of a row that starts.
+    """From now on slots that are handed out hold no number, nor does the ring of a row that starts.
 
     So whoever reads what a request has not written is found. The engine has one rank.
     """

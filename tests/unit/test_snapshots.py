@@ -219,12 +219,8 @@ def test_snapshots_are_of_their_text_and_kept_as_a_naive_model_says(
 def test_without_snapshots_prompts_are_computed_whole(num_snapshots, prefix_cache) -> None:
     """Pages are shared all the same, and not stored again."""
     book = PageBook(99, SIZE, num_slots=4, num_snapshots=num_snapshots, prefix_cache=prefix_cache)
-    scheduler = PrefillScheduler(
-        book,
-        EngineConfig(max_num_reqs=2),
-        PromptLimits(512, grain=GRID),
-        Pace([], 1, 1, 512, 2, 0.5),
-    )
+    limits, pace = PromptLimits(512, grain=GRID), Pace([], 1, 1, 512, 2, 0.5)
+    scheduler = PrefillScheduler(book, EngineConfig(max_num_reqs=2), limits, pace)
     for again in (False, True):
         asked = Prefill(Xfer("x", 1, "d", "p"), tuple(range(200)), 0, 0.0, None, 200)
         req = scheduler.admit(asked)

@@ -8,7 +8,6 @@ A slot of snapshots is free, some Hold's (a step that stores it is launched), or
 alone write and read them, in the order of the device's stream. So a slot may be another's at once.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from worker.cache.prefix import Node

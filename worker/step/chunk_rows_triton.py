@@ -32,8 +32,8 @@ def _chunk_rows_kernel(
     words, page_table, out, tables,
     num_tokens, num_rows, num_reqs, width, page_blocks, num_pages,
     stride_table, stride_out,
-    NUM_LINES: tl.constexpr, NOT_STORED: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, DRAFTS: tl.constexpr,
-    PDL: tl.constexpr,
+    NUM_LINES: tl.constexpr, NOT_STORED: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of batch rows, then blocks of the requests' pages."""
     enter(PDL)

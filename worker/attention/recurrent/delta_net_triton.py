@@ -415,7 +415,8 @@ def _matrices_kernel(
 @triton.jit
 def _scan_kernel(
     packed, mixed, decays, query_start, seq_lens, slots, snap_lens, snap_slots, w_all, u_all, p_all,
-    s_all, conv_all, out, stride_packed, stride_slot, stride_head, stride_conv_slot, stride_conv_head, stride_conv,
+    s_all, conv_all, out,
+    stride_packed, stride_slot, stride_head, stride_conv_slot, stride_conv_head, stride_conv,
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUES: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -536,7 +537,8 @@ def delta_chunk_triton(
     values = min(SCAN_VALUES, shape.value_dim)
     stages = SCAN_STAGES - (packed.dtype == torch.float32)  # which needs twice the shared memory
     _scan_kernel[(shape.value_dim // values, heads, num_reqs)](
-        packed, mixed, decays[0], *chunks[:5], w, u, p, s, conv, out, packed.stride(0), s.stride(0), s.stride(1), *strides, VALUES=values,
+        packed, mixed, decays[0], *chunks[:5], w, u, p, s, conv, out,
+        packed.stride(0), s.stride(0), s.stride(1), *strides, VALUES=values,
         HELD=s.shape[5], num_warps=SCAN_WARPS, num_stages=stages, **sizes,  # type: ignore
     )  # fmt: skip
     z = packed[:, shape.channels : shape.channels + shape.value_width]
