@@ -62,7 +62,8 @@ class Net:
         rows = torch.arange(num_rows + 1, device=DEVICE)
         folded = torch.full_like(rows, 100)
         pending = 0 if width == 1 else width
-        windows = StateWindows(rows[1:], rows, folded, folded + pending, width)
+        none = torch.zeros_like(rows)
+        windows = StateWindows(rows[1:], rows, folded, folded + pending, none, width, 64)
         packed = self.noise(num_rows * width, self.shape.packed_width)
         lines = width if width > 1 else 0
         states = [DeltaState(state.s, state.conv, state.ring[:, :lines]) for state in self.states]

@@ -88,3 +88,48 @@ def test_a_prompt_that_begins_like_another_gets_the_text_of_a_cold_run(
         assert resumed(made, DECODE if place == "never" else PREFILL) > len(prompts)
     finally:
         made.close()
+
+
+def turns(made: Lockstep, answers: int) -> list[tuple[Text, list[int], int]]:
+    """Three conversations side by side, each prompt the one before, its answer and a new part.
+
+    Of each turn: prompt, answer, tokens that were not computed.
+    """
+    rng, sampling = random.Random(5), Sampling(answers, temperature=0.0, ignore_eos=True)
+    system = fresh(rng, 90)
+    talks, found = [(*system, *fresh(rng, num)) for num in (20, 37, 54)], []
+    for turn in range(4):
+        replies = made.serve([Ask(talk, sampling) for talk in talks])
+        for i, reply in enumerate(replies):
+            found.append((talks[i], reply.tokens, reply.num_cached_tokens))
+            talks[i] = (*talks[i], *reply.tokens, *fresh(rng, 3 + 9 * turn + i))
+    return found
+
+
+@cache
+def cold_turns(answers: int) -> list[tuple[Text, list[int], int]]:
+    made = Lockstep(config_of("never", prefix_cache=False), num_prefill=0)
+    try:
+        return turns(made, answers)
+    finally:
+        made.close()
+
+
+NGRAM = {"drafter": "ngram", "widths": [4]}
+
+
+@pytest.mark.parametrize("spec", [{}, MTP | {"widths": [4]}, NGRAM])
+def test_a_conversation_goes_on_from_what_its_answers_have_left(spec: dict[str, Any]) -> None:
+    """Snapshots that decode steps have stored, at any width, are as good as a prompt's."""
+    wanted = cold_turns(100)
+    made = Lockstep(config_of("never", spec=spec), num_prefill=0)
+    try:
+        poison(made.engines[DECODE])
+        found = turns(made, 100)
+        assert [turn[:2] for turn in found] == [turn[:2] for turn in wanted]
+        deeper = [
+            later for (prompt, _, _), (_, _, later) in zip(found, found[3:]) if later > len(prompt)
+        ]
+        assert len(deeper) > len(found) // 2, found
+    finally:
+        made.close()

@@ -176,7 +176,7 @@ class Engine:
         rows, ends = torch.tensor([1, 2]), torch.tensor([span.stop for span in spans])
         if all(len(span) == 1 for span in spans):
             folded[rows] = seq_len[rows] = ends - 1
-            return StateWindows(rows, slots, folded, seq_len, 1)
+            return StateWindows(rows, slots, folded, seq_len, torch.zeros_like(slots), 1, 64)
         blocks = block_table(batch.query_start.tolist(), batch.num_tokens)
         table = torch.tensor(blocks, dtype=torch.int32)
         none = torch.zeros(len(rows), dtype=torch.int32)

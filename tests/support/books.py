@@ -46,5 +46,7 @@ def check_snapshots(book: PageBook, holds: Iterable[Hold]) -> None:
     assert not any(node.depth * book.page_size % snapshots.grid for node in kept)
     slots = snapshots._free + [node.state for node in kept]
     slots += [slot for hold in holds for slot in hold.snapshots.values()]
+    slots += [hold.row_snapshot for hold in holds if hold.row_snapshot]
+    assert snapshots._num_rows == sum(hold.row_snapshot > 0 for hold in holds)
     first = book.num_slots + 1
     assert sorted(slots) == [*range(first, first + snapshots.num_slots)]

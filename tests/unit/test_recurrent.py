@@ -69,7 +69,8 @@ class Net:
         )
         slots = torch.randperm(num_rows, generator=generator, device="cpu") + 1
         self.state_slot = torch.tensor([0, *slots.tolist()])
-        self.folded, self.seq_len = (torch.zeros_like(self.state_slot) for _ in range(2))
+        none = torch.zeros_like(self.state_slot)
+        self.folded, self.seq_len, self.snap_slot = none, none.clone(), none.clone()
         self.noise = noise
 
     def tokens(self, count: int) -> Tensor:
@@ -108,7 +109,9 @@ class Net:
         """A step with windows [n, width, packed_width]; returns [n, width, value_width]."""
         n, width, _ = windows.shape
         live = torch.tensor(rows)
-        columns = StateWindows(live, self.state_slot, self.folded, self.seq_len, width)
+        columns = StateWindows(
+            live, self.state_slot, self.folded, self.seq_len, self.snap_slot, width, 64
+        )
         out = delta_window(windows.flatten(0, 1), self.weights, self.state, columns)
         before = self.seq_len[live]
         self.folded[live] = before + 1 if width == 1 else before
@@ -242,6 +245,41 @@ def test_a_snapshot_is_the_state_of_a_prompt_that_ends_there(shape: DeltaShape) 
     check_right(resumed, recurrence(net, text)[128:])
 
 
+@pytest.mark.parametrize("shape", [SHAPES[1], *pairwise.more(SHAPES[0], SHAPES[2])], ids=str)
+@pytest.mark.parametrize("start", [62, 63, 64])
+def test_a_fold_that_passes_a_line_of_the_grid_stores_the_state_there(
+    shape: DeltaShape, start: int
+) -> None:
+    """At any width and acceptance, of rows that have a slot for it; those beside it do not."""
+    ways = list(product((1, 2, 3), (1, 2), (1, 2, 3)))
+    ways = ways if pairwise.whole else ways[start % 5 :: 5]
+    rows, last = range(1, len(ways) + 1), 2 * len(ways) + 3
+    net = Net(shape, last)
+    text = net.tokens(start + 10)
+    net.snap_slot[1:-1:2] = net.state_slot[1 + len(ways) :][: len(net.snap_slot[1:-1:2])]
+    net.prefill([(row, text[:start]) for row in [*rows, last]])
+    at = [start] * len(ways)
+    for step, width in enumerate((3, 2, 3, 1)):
+        accepted = [(*way, 1)[step] for way in ways]
+        windows = net.tokens(len(ways) * width).view(len(ways), width, -1)
+        for i, num in enumerate(accepted):
+            windows[i, :num] = text[at[i] : at[i] + num]
+            at[i] += num
+        net.decode(rows, windows, accepted)
+    for i in range(start, 64):  # plain steps to the line
+        net.decode([last], text[None, i : i + 1], [1])
+    wanted = [part[net.state_slot[last]] for part in net.state[:2]]
+    for row in rows:
+        stored = [part[net.snap_slot[row]] for part in net.state[:2]]
+        if not net.snap_slot[row]:
+            continue
+        if start < 64 <= int(net.folded[row]):
+            for mine, its in zip(stored, wanted, strict=True):
+                check_same(mine, its)
+        else:
+            assert all(part.isnan().all() for part in stored)
+
+
 def test_blocks_of_a_batch():
     requests, firsts = block_table([0, 130, 130, 131, 195], 200)
     assert requests == [0, 0, 0, 2, 3, 4, 4]
@@ -266,7 +304,7 @@ if not INTERPRETED:
         s, *raw = net.state
         state = DeltaState(s, *(each.bfloat16() for each in raw))
         packed, live = net.tokens(8).bfloat16(), torch.tensor([1, 2])
-        rows = StateWindows(live, net.state_slot, net.folded, net.seq_len, 4)
+        rows = StateWindows(live, net.state_slot, net.folded, net.seq_len, net.snap_slot, 4, 64)
         start, lengths = torch.tensor([0, 8]).int(), torch.tensor([8]).int()
         blocks = torch.tensor(block_table([0, 8], 8), dtype=torch.int32)
         chunks = StateChunks(start, lengths, live[:1].int(), lengths, lengths, blocks)

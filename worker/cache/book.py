@@ -6,14 +6,13 @@ Invariants (tests.support.books asserts them):
     every slot but 0 is free, or some Hold's; see Snapshots of those behind them.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from worker.cache.pages import PageAllocator
 from worker.cache.prefix import MANY, Node, PrefixTree
 from worker.cache.snapshots import Snapshots
-from worker.config.checkpoint.delta_shape import DELTA_BLOCK
+from worker.config.checkpoint.delta_shape import snapshot_grid
 from worker.errors import OutOfPages
 
 
@@ -41,6 +40,8 @@ class Hold:
     num_wanted: int = 0  # pages of the tokens that it was opened for
     # By number of tokens, slots of snapshots that launched steps store, and that no node has yet.
     snapshots: dict[int, int] = field(default_factory=dict)
+    row_snapshot: int = 0  # slot to which its decode steps store one at every grid line; 0: none
+    row_snapshot_from: int = 0  # all lines behind so many tokens are stored there
 
 
 class PageBook:
@@ -73,7 +74,7 @@ class PageBook:
         # A freed slot cools as a page does: a pull may be what fills it next.
         self._slots = PageAllocator(num_slots) if num_slots else None
         slots = range(num_slots, num_slots + num_snapshots * (prefix_cache and not span))
-        self.snapshots = Snapshots(slots, math.lcm(page_size, DELTA_BLOCK), page_size)
+        self.snapshots = Snapshots(slots, snapshot_grid(page_size), page_size)
         self.tree = PrefixTree(page_size, span, self.snapshots.drop)  # changed by the book alone
 
     def launched(self, step: int) -> None:

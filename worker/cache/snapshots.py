@@ -36,16 +36,13 @@ class Snapshots:
         self._free = [*slots]
         self._nodes: dict[Node, None] = {}  # that have one; least recently used first
         self.num_resumed = 0  # requests
+        self._num_rows = 0  # that have a slot
         self._copies: dict[int, int] = {}  # by the slot that is written: the one that is read
 
     @property
     def num_used(self) -> int:
         """Slots that are not free."""
         return self.num_slots - len(self._free)
-
-    def last(self, num_tokens: int) -> int:
-        """The last grid line up to which `num_tokens` tokens go."""
-        return num_tokens // self.grid * self.grid
 
     def resumable(self, hold: "Hold", max_tokens: int) -> int:
         """Tokens of what `hold` has matched that need not be computed; `max_tokens` at most.
@@ -92,6 +89,30 @@ class Snapshots:
         hold.snapshots[at] = slot
         return Stored(end, at, slot)
 
+    def store_of_row(self, hold: "Hold", bound: int) -> int:
+        """A slot for the snapshots of a row with `bound` tokens at most; 0: it has one, or none.
+
+        Rows have half of the slots at most: else those of a large batch, most of which nobody comes
+        back for, were all that is kept.
+        """
+        if hold.row_snapshot or self._num_rows >= self.num_slots // 2:
+            return 0
+        hold.row_snapshot, hold.row_snapshot_from = self._take(), bound
+        self._num_rows += hold.row_snapshot > 0
+        return hold.row_snapshot
+
+    def leave_row(self, hold: "Hold", num_folded: int, num_folded_ub: int) -> None:
+        """The row takes no step any more; those in flight fold up to num_folded_ub tokens."""
+        if not hold.row_snapshot:
+            return
+        at = last_line(num_folded, self.grid)
+        if at > hold.row_snapshot_from and last_line(num_folded_ub, self.grid) == at:
+            hold.snapshots[at] = hold.row_snapshot
+        else:
+            self._free.append(hold.row_snapshot)
+        hold.row_snapshot = 0
+        self._num_rows -= 1
+
     def keep(self, hold: "Hold") -> None:
         """Give the snapshots of a hold to the nodes that it has by now."""
         for at in [at for at in hold.snapshots if at <= len(hold.nodes) * self._page_size]:
@@ -100,7 +121,8 @@ class Snapshots:
                 self._free.append(slot)
             else:
                 node.state = slot
-                self._thin(node)
+                for above in superseded(node):
+                    self.drop(above)
             self._used(node)
 
     def drop(self, node: Node) -> None:
@@ -122,7 +144,7 @@ class Snapshots:
 
     def _next(self, hold: "Hold", start: int, target: int) -> int:
         """The first snapshot behind `start` that is to be stored; 0: there is none."""
-        for at in (self.last(hold.num_matched), self.last(target)):
+        for at in (last_line(num, self.grid) for num in (hold.num_matched, target)):
             number = at // self._page_size
             if at > start and not (number <= len(hold.nodes) and hold.nodes[number - 1].state):
                 return at
@@ -138,12 +160,19 @@ class Snapshots:
         self._nodes.pop(node, None)
         self._nodes[node] = None
 
-    def _thin(self, node: Node) -> None:
-        """Drop snapshots that no other text can need: above a few, as long as no path branches."""
-        num_kept, above = 1, node.parent
-        while above is not None and above.parent is not None and len(above.children) == 1:
-            if above.state:
-                num_kept += 1
-                if num_kept > KEPT_IN_LINE:
-                    self.drop(above)
-            above = above.parent
+
+def last_line(num_tokens: int, grid: int) -> int:
+    """The last multiple of `grid` up to which `num_tokens` tokens go."""
+    return num_tokens // grid * grid
+
+
+def superseded(node: Node) -> list[Node]:
+    """Nodes whose snapshots nobody needs beside that of `node`, as no path branches off between.
+
+    A few stay.
+    """
+    found, above = [node], node.parent
+    while above is not None and above.parent is not None and len(above.children) == 1:
+        found += [above] * (above.state > 0)
+        above = above.parent
+    return found[KEPT_IN_LINE:]

@@ -61,7 +61,10 @@ class StateWindows(NamedTuple):
     state_slot: Tensor  # [num_rows + 1] i64
     folded: Tensor  # [num_rows + 1] i64; tokens that are in the slot's state
     seq_len: Tensor  # [num_rows + 1] i64; those and the accepted ones behind, which the ring has
+    # [num_rows + 1] i64; a slot for the state at a multiple of `grid` that a step passes; 0: none
+    snap_slot: Tensor
     width: int
+    grid: int  # more than twice the widest window
 
 
 class StateChunks(NamedTuple):

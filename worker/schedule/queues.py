@@ -199,6 +199,7 @@ class DecodeQueues:
             self.rows.release(req.row)
             req.row = 0
         if req.hold is not None:
+            self.book.snapshots.leave_row(req.hold, req.num_folded, req.num_folded_ub)
             self.book.commit(req.hold, req.tokens[: req.num_computed_tokens])
             self.book.close(req.hold)
             req.hold = None

@@ -70,6 +70,10 @@ class Req:
     num_in_flight: int = 0  # launched steps that draw for it and have not settled
     num_scored_tokens: int = 0  # of the prompt: up to here logprobs are planned, if it wants them
     num_slots_in_flight: int = 0  # tokens that these steps may add: the sum of their widths
+    # Where layers are recurrent: tokens of its state after the last step that has settled, and at
+    # most after the last one launched.
+    num_folded: int = 0
+    num_folded_ub: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in a prefix tree
     is_sibling: bool = False  # a further choice (n > 1), sent with Generate.after
     matcher: "Matcher | None" = None  # of its grammar; None = free text
