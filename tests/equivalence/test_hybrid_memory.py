@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.equivalence.test_hybrid_laws import of_model, sections
+from tests.equivalence.test_hybrid_laws import check_slots, of_model, sections
+from tests.support.engines import running, value
 from tests.support.hybrids import poison
+from tests.support.laws import ids
 from tests.support.lockstep import DECODE, PREFILL, Ask, Lockstep
 from tests.support.pairwise import in_whole
 from worker.api import Sampling
@@ -127,9 +129,103 @@ def test_a_conversation_goes_on_from_what_its_answers_have_left(spec: dict[str, 
         poison(made.engines[DECODE])
         found = turns(made, 100)
         assert [turn[:2] for turn in found] == [turn[:2] for turn in wanted]
-        deeper = [
-            later for (prompt, _, _), (_, _, later) in zip(found, found[3:]) if later > len(prompt)
-        ]
+        following = zip(found, found[3:], strict=False)
+        deeper = [later for (prompt, *_), (*_, later) in following if later > len(prompt)]
         assert len(deeper) > len(found) // 2, found
     finally:
         made.close()
+
+
+def test_a_decode_worker_pulls_the_state_and_only_pages_that_it_lacks() -> None:
+    """It has those of earlier turns, answers included; prefill has computed prompts alone."""
+    wanted = cold_turns(40)
+    made = Lockstep(config_of("always"))
+    try:
+        decode = made.engines[DECODE]
+        found = turns(made, 40)
+        assert [turn[:2] for turn in found] == [turn[:2] for turn in wanted]
+        before = sum(len(prompt) for prompt, _, _ in found)
+        moved = value(decode.metrics.pulled_bytes("shm/shm"))
+        moved -= len(found) * decode.layout.state.slot_bytes
+        assert moved / (decode.layout.page_bytes / decode.book.page_size) < before * 0.6
+        assert resumed(made, PREFILL) >= len(found) - 3
+        assert resumed(made, DECODE) == 0
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("place", ["never", *in_whole(("always",))])
+def test_preempted_requests_and_further_choices_resume(place: str) -> None:
+    """Of a pool that is too small, in which snapshots go with their pages all the time."""
+    rng = random.Random(9)
+    long = fresh(rng, 140)
+    sampling = Sampling(90, temperature=0.0, ignore_eos=True)
+    asks = [Ask((*long, *fresh(rng, 7 * i)), sampling, at=i) for i in range(6)]
+    asks += [Ask(asks[0].prompt, sampling, after=0).but(seed=9, temperature=0.9) for _ in range(2)]
+
+    def served_by(made: Lockstep) -> list[list[int]]:
+        try:
+            for engine in made.engines.values():
+                poison(engine)
+            answers = [[a.tokens for a in made.serve(asks)] for _ in range(2)]
+            assert answers[0] == answers[1]
+            return answers[0]
+        finally:
+            made.close()
+
+    wanted = served_by(Lockstep(config_of("never", prefix_cache=False), num_prefill=0))
+    few = {"num_pages": 40, "growth_tokens": 1}
+    made = Lockstep(config_of(place), decode_sections={"engine": few})
+    assert served_by(made) == wanted
+    decode = made.engines[DECODE]
+    assert value(decode.metrics.preemptions) > 3, "the pool was not small enough"
+    assert resumed(made, DECODE) > 3 or place == "always"
+
+
+@pytest.mark.parametrize("place", ["never", *in_whole(("always",))])
+def test_hits_with_pages_in_eight_bits(place: str) -> None:
+    """Equal to a cold run with such pages; those that are shared are not stored again."""
+    prompts = tuple(branches()[:12])
+
+    def of(place: str, **engine: Any) -> dict[str, Any]:
+        config = config_of(place, **engine)
+        config["kv"]["dtype"] = "fp8"
+        return config
+
+    made = Lockstep(of("never", prefix_cache=False), num_prefill=0)
+    try:
+        wanted = served(made, prompts)
+    finally:
+        made.close()
+    made = Lockstep(of(place))
+    try:
+        for _ in range(2):
+            assert served(made, prompts) == wanted
+        assert resumed(made, DECODE if place == "never" else PREFILL) > 6
+    finally:
+        made.close()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("place", ["always", "never"])
+def test_hits_of_several_ranks_and_after_a_failover(place: str, ranks: tuple[int, int]) -> None:
+    """ranks: of the prefill worker, of the decode workers. What one has begun the other ends."""
+    prompts = tuple(branches()[:10])
+    wanted = cold(prompts)
+    with running(
+        config_of(place), num_decode=2, prefill_tp=ranks[0], decode_tp=ranks[1]
+    ) as cluster:
+        client = cluster.client
+        for peer in client.decodes * 2:
+            assert ids(client.generate(prompts, GREEDY, decode=peer)) == wanted
+        for num, peer in ((1, client.decodes[0]), (13, client.decodes[1])):
+            sent = [
+                client.submit(
+                    (*prompt, *answer[:num]), GREEDY, decode=peer, num_prompt_tokens=len(prompt)
+                )
+                for prompt, answer in zip(prompts, wanted, strict=True)
+            ]
+            answers = [found.tokens for found in client.wait(sent)]
+            assert answers == [answer[num:] for answer in wanted]
+        check_slots(cluster)

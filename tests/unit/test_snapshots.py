@@ -13,12 +13,16 @@ from tests.support.books import check_book, check_snapshots
 from tests.support.pairwise import in_whole
 from worker.api import Prefill, Sampling, Xfer
 from worker.cache.book import Hold, PageBook
+from worker.cache.snapshots import last_line
 from worker.config import EngineConfig
-from worker.plan import Drawn, Plan
+from worker.plan import Chunk, Drawn, Plan
 from worker.schedule.asked import PromptLimits
+from worker.schedule.decode import DecodeScheduler
 from worker.schedule.pace import Pace
 from worker.schedule.prefill import PrefillScheduler
-from worker.schedule.req import PrefillReq
+from worker.schedule.queues import DecodeQueues
+from worker.schedule.req import PrefillReq, Req
+from worker.schedule.width import WidthPolicy
 
 SIZE, GRID, ROWS = 16, 64, 4
 Text = tuple[int, ...]
@@ -254,3 +258,153 @@ def hold_of(book: PageBook, tokens: range, num_slots: int) -> Hold:
     hold = book.open(tokens, num_slots, max_matched=len(tokens) - 1)
     assert hold is not None
     return hold
+
+
+class Row:
+    """What the device knows of one: KV of `length` tokens, a state of `folded`."""
+
+    def __init__(self, req: Req) -> None:
+        self.req, self.text, self.slot = req, list(req.tokens), req.hold.slot
+        self.length = self.folded = self.snapshot = 0
+        self.active = False
+
+
+class Decoding:
+    """Random requests that are prefilled and decoded by one worker, two steps in flight."""
+
+    def __init__(self, seed: int, widths: tuple[int, ...], num_pages: int) -> None:
+        self.random = random.Random(seed)
+        self.book = PageBook(num_pages, SIZE, num_slots=9, num_snapshots=6)
+        engine = EngineConfig(
+            max_num_reqs=ROWS, max_prefill_tokens=128, penalty_rows=1, growth_tokens=1
+        )
+        self.queues = DecodeQueues(self.book, engine, grain=GRID)
+        self.scheduler = DecodeScheduler(self.queues, frozenset((0,)), WidthPolicy(widths))
+        self.reqs: list[Req] = []
+        self.rows: dict[int, Row] = {}
+        self.states: dict[int, Text] = {}
+        self.texts: list[Text] = [(1,) * 70]
+        self.in_flight: list[tuple[int, list[Drawn]]] = []
+        self.counts: Counter[str] = Counter()
+
+    def turn(self) -> None:
+        rnd = self.random
+        if len(self.reqs) < 7:
+            self.admit()
+        for req in list(self.queues.preempted):
+            if self.queues.admit(req):
+                self.counts["preempted"] += 1
+                self.queues.prefill_locally(req)
+        if self.reqs and rnd.random() < 0.02:
+            req = rnd.choice(self.reqs)  # a stop string was found, some tokens ago
+            del req.tokens[max(req.num_prompt_tokens, len(req.tokens) - rnd.randint(0, 9)) :]
+            req.num_computed_tokens = min(req.num_computed_tokens, len(req.tokens))
+            self.finish(req)
+        if len(self.in_flight) < 2 and (plan := self.scheduler.plan()) is not None:
+            self.in_flight.append((plan.step, self.execute(plan)))
+        if len(self.in_flight) > 1 or (self.in_flight and rnd.random() < 0.3):
+            step, drawn = self.in_flight.pop(0)
+            for req, _, _, reason in self.scheduler.settle(step, drawn):
+                if reason is not None:
+                    self.counts[f"{reason}"] += 1
+                    self.finish(req)
+        holds = [req.hold for req in self.reqs if req.hold is not None]
+        check_book(self.book, holds)
+        check_snapshots(self.book, holds)
+        for prefix, node in prefixes(self.book).items():
+            if node.state:
+                assert self.states[node.state] == prefix
+
+    def admit(self) -> None:
+        rnd = self.random
+        base = rnd.choice(self.texts[-6:])
+        tokens = [*base[:300], *(rnd.randrange(1, 4) for _ in range(rnd.randint(1, 30)))]
+        sampling = Sampling(rnd.choice((20, 90, 200)), temperature=0.0)
+        req = Req(str(len(self.texts)), 1, "", tokens, len(tokens), sampling, 0.0)
+        if self.queues.admit(req):
+            self.queues.prefill_locally(req)
+            self.counts["resumed"] += req.num_planned_tokens > 0
+            self.reqs.append(req)
+
+    def finish(self, req: Req) -> None:
+        self.texts.append(tuple(req.tokens))
+        self.counts["left"] += req.hold is not None and bool(req.hold.row_snapshot)
+        before = len(self.book.snapshots._nodes)
+        self.queues.finish(req)
+        self.counts["donated"] += len(self.book.snapshots._nodes) > before
+        self.reqs.remove(req)
+
+    def execute(self, plan: Plan) -> list[Drawn]:
+        """All at once, as steps of one stream: nothing that is launched later comes before."""
+        for source, target in plan.copies:
+            self.states[target] = self.states[source]
+        if plan.chunks:
+            found = [self.chunk(chunk) for chunk in plan.chunks]
+            self.change(plan)
+            return [self.draw(row, 1) for row, last in found if last]
+        self.change(plan)
+        return [self.window(self.rows[row], plan.width) for row in plan.decode]
+
+    def change(self, plan: Plan) -> None:
+        for row in plan.releases:
+            if row in self.rows and row not in [start.row for start in plan.starts]:
+                self.rows[row].active = False
+        for row, slot in plan.snapshots:
+            self.rows[row].snapshot = slot
+
+    def chunk(self, chunk: Chunk) -> tuple[Row, bool]:
+        req = next(req for req in self.reqs if req.row == chunk.row and req.hold is not None)
+        row = self.rows.get(chunk.row)
+        if row is None or row.req is not req or row.slot != req.hold.slot:
+            row = self.rows[chunk.row] = Row(req)
+        end = chunk.start + len(chunk.tokens)
+        assert chunk.start == 0 or self.states[row.slot] == tuple(row.text[: chunk.start])
+        at, slot = chunk.snapshot
+        if slot:
+            self.states[slot] = tuple(row.text[:at])
+        self.states[row.slot] = tuple(row.text[:end])
+        row.length = row.folded = end
+        row.active = chunk.sample
+        return row, chunk.sample
+
+    def window(self, row: Row, width: int) -> Drawn:
+        if not row.active:
+            return Drawn((1,), True)  # of a row that has ended: nobody reads it
+        end = row.length + (width == 1)
+        if row.snapshot and last_line(end, GRID) > row.folded:
+            self.states[row.snapshot] = tuple(row.text[: last_line(end, GRID)])
+            self.counts["passed"] += 1
+        row.folded = end
+        assert self.states[row.slot] is not None
+        self.states[row.slot] = tuple(row.text[:end])
+        drawn = self.draw(row, width)
+        row.length += len(drawn.tokens)
+        return drawn
+
+    def draw(self, row: Row, width: int) -> Drawn:
+        tokens: list[int] = []
+        for _ in range(self.random.randint(1, width)):
+            tokens.append(0 if self.random.random() < 0.01 else self.random.randrange(1, 4))
+            row.text.append(tokens[-1])
+            row.active = tokens[-1] != 0 and len(row.text) < row.req.max_len
+            if not row.active:
+                break
+        return Drawn(tuple(tokens), not row.active)
+
+
+@pytest.mark.parametrize(
+    ("seed", "widths", "num_pages"),
+    [(0, (1,), 75), (1, (4,), 75), *in_whole((2, (1, 4), 70), (3, (8,), 75), (4, (1, 8), 75))],
+)
+def test_what_decode_steps_leave_is_the_state_of_its_text(
+    seed: int, widths: tuple[int, ...], num_pages: int
+) -> None:
+    made = Decoding(seed, widths, num_pages)
+    for _ in range(1500):
+        made.turn()
+    for each in ("resumed", "donated", "passed", "left", "stop", "length", "preempted"):
+        assert made.counts[each] > 2, (each, made.counts)
+    for req in list(made.reqs):
+        made.finish(req)
+    made.book.forget()
+    assert made.book.snapshots.num_used == made.book.num_holds == 0

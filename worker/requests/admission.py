@@ -128,8 +128,10 @@ class Admission:
             },
         )
         asked = to_ask(inputs, candidates, self._engine.config.disaggregation)
-        # A sibling has matched the first choice's whole pages, and less than a page is missing.
-        if req.is_sibling and num_uncached < self._engine.book.page_size:
+        # A sibling has matched the first choice's whole pages, and less than a page is missing; or
+        # than what lies between snapshots.
+        grain = snapshots.grid if req.hold.slot else self._engine.book.page_size
+        if req.is_sibling and num_uncached < grain:
             asked = []
         if not asked:
             self._tell_of_slow_roads(inputs, candidates)
