@@ -46,7 +46,7 @@ class Net:
         dtype_name = str(self.dtype).removeprefix("torch.")
         self.region = StateRegion(self.num_layers, *shape, dtype_name)
         layout = KVLayout((KVRegion("target", 1, 1, 32, 1, 16, dtype_name),), self.region)
-        self.pool = KVPool(layout, 2, torch.device(DEVICE), num_rows + 1)
+        self.pool = KVPool(layout, 2, torch.device(DEVICE), (num_rows + 1, 0))
         self.states = delta_states(self.pool.states, shape, num_rows, max_width)
         ones = torch.ones(shape.value_heads, device=DEVICE)
         conv = 0.5 * self.noise(shape.channels, 4)

@@ -105,9 +105,9 @@ class WorkerStats(Message, frozen=True):
     num_steps: int = 0  # settled since its start
     has_work: bool = False  # a step can be launched, or is under way: num_steps has to grow
     page_size: int = 0  # tokens
-    # Verify windows since its start, and by place in them drafts made and drafts accepted.
-    num_windows: int = 0
-    drafted: tuple[int, ...] = ()  # (): it verifies nothing
+    snapshot_grid: int = 0  # states of prompts are kept at multiples of so many tokens; 0: never
+    num_windows: int = 0  # that have verified drafts since its start
+    drafted: tuple[int, ...] = ()  # drafts by place in a window; (): it verifies nothing
     accepted: tuple[int, ...] = ()
     tokens_per_row: float = 0.0  # moving average, of a row in a decode step; 0: none yet
     card: Card | None = None

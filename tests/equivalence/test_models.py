@@ -132,7 +132,7 @@ class Engine:
         num_pages, ranks = 1 + 2 * 12, (model.collective.size, model.collective.rank)
         pages, state = regions_of(spec, Cut(PAGE_SIZE, 1, dtype, kv_dtype or dtype))
         layout = ModelLayout((pages,), state).share(*ranks)
-        self.pool = KVPool(layout, num_pages, device, num_slots=3)
+        self.pool = KVPool(layout, num_pages, device, (3, 0))
         self.columns = [torch.tensor([0, 2, 1]), *torch.zeros(2, 3, dtype=torch.int64)]
         model.keep(self.pool, 2, 1)
         for states in self.pool.states:

@@ -13,6 +13,7 @@ from tests.support.books import check_book, check_snapshots
 from tests.support.pairwise import in_whole
 from worker.api import Prefill, Sampling, Xfer
 from worker.cache.book import Hold, PageBook
+from worker.cache.prefix import Node
 from worker.cache.snapshots import last_line
 from worker.config import EngineConfig
 from worker.plan import Chunk, Drawn, Plan
@@ -183,12 +184,12 @@ class Prompts:
         self.counts["full"] += not free
 
 
-def path_of(node) -> Text:
+def path_of(node: Node) -> Text:
     return tuple(token for each in node.path() for token in each.key)
 
 
-def prefixes(book: PageBook) -> dict[Text, object]:
-    found, todo = {}, [book.tree.root]
+def prefixes(book: PageBook) -> dict[Text, Node]:
+    found, todo = dict[Text, Node](), [book.tree.root]
     while todo:
         node = todo.pop()
         found |= {path_of(child): child for child in node.children.values()}

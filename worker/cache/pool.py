@@ -27,9 +27,9 @@ class KVPool:
         layout: KVLayout,
         num_pages: int,
         device: torch.device,
-        num_slots: int = 0,
-        num_snapshots: int = 0,
+        slots: tuple[int, int] = (0, 0),
     ) -> None:
+        """slots: of states of requests, the sink included; of snapshots, behind them."""
         if num_pages < 2:
             text = f"num_pages must be at least 2 (page 0 is a sink), not {num_pages}"
             raise UserError(text, "num_pages")
@@ -43,10 +43,10 @@ class KVPool:
             self._layers[region.name] = _layer_views(raw, region, num_pages)
         # Of each layer with a state, see _state_views.
         self.states: list[tuple[Tensor, Tensor]] = []
-        self.num_slots, self.num_snapshots = num_slots, num_snapshots  # these behind those
+        self.num_slots, self.num_snapshots = slots
         self._slots: Tensor | None = None  # [slots of both, slot_bytes] u8
         if layout.state is not None:
-            num_slots += num_snapshots
+            num_slots = sum(slots)
             raw = self._allocate(STATE, num_slots * layout.state.slot_bytes)
             self.states = _state_views(raw, layout.state, num_slots)
             self._slots = raw.view(num_slots, -1)

@@ -8,12 +8,10 @@ A slot of snapshots is free, some Hold's (a step that stores it is launched), or
 alone write and read them, in the order of the device's stream. So a slot may be another's at once.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from worker.cache.hold import Hold
 from worker.cache.prefix import Node
-
-if TYPE_CHECKING:
-    from worker.cache.book import Hold
 
 # On a path without branches so many stay: the last one, and the one before for who edits a turn.
 KEPT_IN_LINE = 2
@@ -37,14 +35,14 @@ class Snapshots:
         self._nodes: dict[Node, None] = {}  # that have one; least recently used first
         self.num_resumed = 0  # requests
         self._num_rows = 0  # that have a slot
-        self._copies: dict[int, int] = {}  # by the slot that is written: the one that is read
+        self.copies: dict[int, int] = {}  # by the slot that is written: the one that is read
 
     @property
     def num_used(self) -> int:
         """Slots that are not free."""
         return self.num_slots - len(self._free)
 
-    def resumable(self, hold: "Hold", max_tokens: int) -> int:
+    def resumable(self, hold: Hold, max_tokens: int) -> int:
         """Tokens of what `hold` has matched that need not be computed; `max_tokens` at most.
 
         Without a state those whose pages were found, else those of the deepest snapshot.
@@ -54,24 +52,22 @@ class Snapshots:
         node = self._deepest(hold, max_tokens)
         return 0 if node is None else node.depth * self._page_size
 
-    def resume(self, hold: "Hold", max_tokens: int) -> int:
+    def resume(self, hold: Hold, max_tokens: int) -> int:
         """The same; the next plan that is launched copies the snapshot to the hold's own slot."""
         node = self._deepest(hold, max_tokens) if hold.slot else None
         if node is not None:
-            self._copies[hold.slot] = node.state
+            self.copies[hold.slot] = node.state
             self._used(node)
             self.num_resumed += 1
         return self.resumable(hold, max_tokens)
 
     def drain(self) -> tuple[tuple[int, int], ...]:
         """Return what the plan being made copies, (from, to), before its forward."""
-        if not self._copies:
-            return ()
-        copies = tuple((source, target) for target, source in self._copies.items())
-        self._copies.clear()
+        copies = tuple((source, target) for target, source in self.copies.items())
+        self.copies.clear()
         return copies
 
-    def store(self, hold: "Hold", start: int, end: int, target: int) -> Stored:
+    def store(self, hold: Hold, start: int, end: int, target: int) -> Stored:
         """Plan the snapshot of a chunk from `start` to `end` of a prompt of `target` tokens.
 
         Snapshots are taken where the prompt's pages were found deeper than any snapshot, as another
@@ -89,7 +85,7 @@ class Snapshots:
         hold.snapshots[at] = slot
         return Stored(end, at, slot)
 
-    def store_of_row(self, hold: "Hold", bound: int) -> int:
+    def store_of_row(self, hold: Hold, bound: int) -> int:
         """A slot for the snapshots of a row with `bound` tokens at most; 0: it has one, or none.
 
         Rows have half of the slots at most: else those of a large batch, most of which nobody comes
@@ -101,7 +97,7 @@ class Snapshots:
         self._num_rows += hold.row_snapshot > 0
         return hold.row_snapshot
 
-    def leave_row(self, hold: "Hold", num_folded: int, num_folded_ub: int) -> None:
+    def leave_row(self, hold: Hold, num_folded: int, num_folded_ub: int) -> None:
         """The row takes no step any more; those in flight fold up to num_folded_ub tokens."""
         if not hold.row_snapshot:
             return
@@ -113,7 +109,7 @@ class Snapshots:
         hold.row_snapshot = 0
         self._num_rows -= 1
 
-    def keep(self, hold: "Hold") -> None:
+    def keep(self, hold: Hold) -> None:
         """Give the snapshots of a hold to the nodes that it has by now."""
         for at in [at for at in hold.snapshots if at <= len(hold.nodes) * self._page_size]:
             node, slot = hold.nodes[at // self._page_size - 1], hold.snapshots.pop(at)
@@ -132,17 +128,17 @@ class Snapshots:
             node.state = 0
             del self._nodes[node]
 
-    def close(self, hold: "Hold") -> None:
+    def close(self, hold: Hold) -> None:
         """Free what a hold has, and copy nothing to its slot any more."""
-        self._copies.pop(hold.slot, None)
+        self.copies.pop(hold.slot, None)
         self._free += hold.snapshots.values()
         hold.snapshots.clear()
 
-    def _deepest(self, hold: "Hold", max_tokens: int) -> Node | None:
+    def _deepest(self, hold: Hold, max_tokens: int) -> Node | None:
         nodes = hold.nodes[: max_tokens // self._page_size] if self.num_slots else []
         return next((node for node in reversed(nodes) if node.state), None)
 
-    def _next(self, hold: "Hold", start: int, target: int) -> int:
+    def _next(self, hold: Hold, start: int, target: int) -> int:
         """The first snapshot behind `start` that is to be stored; 0: there is none."""
         for at in (last_line(num, self.grid) for num in (hold.num_matched, target)):
             number = at // self._page_size

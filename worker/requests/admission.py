@@ -115,6 +115,7 @@ class Admission:
         inputs = PlacementInputs(
             num_uncached_tokens=num_uncached,
             num_missing_tokens=num_stored - req.num_computed_tokens,
+            num_uncached_there=num_stored if req.hold.slot else num_uncached,
             num_running=len(self._queues.running),
             num_queued_tokens=sum(
                 len(other.tokens) - 1 - other.num_planned_tokens for other in self._queues.local
@@ -137,16 +138,21 @@ class Admission:
             self._tell_of_slow_roads(inputs, candidates)
             self.place_locally(req, "local" if candidates else "alone")
         elif self._inbound.start(req, asked, now):
+            if req.hold.slot and len(req.tokens) == req.num_prompt_tokens:
+                req.num_cached_tokens = 0  # what is computed there is said with the KV
             self._engine.metrics.placed("remote").inc()
         else:
             self.place_locally(req, "alone")
 
     def place_locally(self, req: Req, why: str) -> None:
         """Prefill the rest here; `why`, for the metric: "local" (cheaper), "alone", "fallback"."""
-        self._engine.metrics.placed(why).inc()
-        cached = req.num_computed_tokens
-        req.timeline.prefilled_here(time.monotonic(), self._me, why, cached)
+        assert req.hold is not None
+        metrics = self._engine.metrics
+        metrics.placed(why).inc()
         self._queues.prefill_locally(req)
+        cached = req.num_planned_tokens
+        metrics.recomputed_tokens.inc(max(0, req.hold.num_matched - cached))
+        req.timeline.prefilled_here(time.monotonic(), self._me, why, cached)
 
     def _tell_of_slow_roads(self, inputs: PlacementInputs, candidates: list[Candidate]) -> None:
         """Warn where a prefill worker computes KV faster than the link to it moves KV."""
@@ -215,6 +221,7 @@ class PlacementInputs:
     state_bytes: int = 0  # of a request, where layers are recurrent
     span: int = 0  # so many tokens are pulled at most; 0: all
     num_missing_tokens: int = 0  # whose KV is not here, and would be pulled
+    num_uncached_there: int = 0  # tokens to prefill at a worker that has found none
 
 
 def to_ask(
@@ -238,7 +245,7 @@ def to_ask(
     num_bytes = num_pulled * inputs.kv_bytes_per_token + inputs.state_bytes
 
     def remote_s(candidate: Candidate) -> float:
-        num_uncached = max(0, inputs.num_uncached_tokens - candidate.num_cached_tokens)
+        num_uncached = max(0, inputs.num_uncached_there - candidate.num_cached_tokens)
         rate = candidate.prefill_s_per_token or s_per_token
         compute_s = (candidate.num_queued_tokens + num_uncached) * rate
         pull_s = num_bytes / max(1.0, inputs.pull_bytes_per_s[candidate.peer])

@@ -142,6 +142,7 @@ class DecodeScheduler:
         self._book.launched(self.step)
         draws = {req.draw for req in launched.sampled}
         chunks = tuple(chunk for _, chunk in launched.computed)
+        snapshots = self._book.snapshots
         return Plan(
             self.step,
             *self.queues.rows.drain(),
@@ -158,7 +159,7 @@ class DecodeScheduler:
                 (req.sampling.prompt_logprobs for req, chunk in launched.computed if chunk.scored),
                 default=-1,
             ),
-            copies=self._book.snapshots.drain(),
+            copies=snapshots.drain() if snapshots.copies else (),
             snapshots=self.queues.rows.drain_snapshots(),
         )
 

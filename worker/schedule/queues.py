@@ -98,6 +98,8 @@ class DecodeQueues:
         req.num_planned_tokens = req.num_computed_tokens
         if req.hold.slot:
             req.num_planned_tokens = self.book.snapshots.resume(req.hold, len(req.tokens) - 1)
+            if len(req.tokens) == req.num_prompt_tokens:
+                req.num_cached_tokens = req.num_planned_tokens
         req.phase = Phase.LOCAL
         self.local.append(req)
 

@@ -76,7 +76,7 @@ class RowTable:
         """Free a row and drop its changes that no plan has carried yet."""
         self._starts = [start for start in self._starts if start.row != row]
         self._pages = [pages for pages in self._pages if pages.row != row]
-        self.snapshots = [each for each in self.snapshots if each[0] != row]
+        self.snapshots = [pair for pair in self.snapshots if pair[0] != row]
         self._releases.append(row)
         if row in self._slot_of:
             self._free_slots.append(self._slot_of.pop(row))

@@ -108,7 +108,7 @@ def load(start: Start, kept: Kept | None = None) -> Loaded:
         pages = rank_group.minimum(pages)
         config = fit(config, start.configured_len, pages)
         with explain_shortage("allocating the KV pool and the graphs"):
-            pool = KVPool(layout, pages, device, slots, snapshots) if kept is None else kept.pool
+            pool = KVPool(layout, pages, device, (slots, snapshots)) if kept is None else kept.pool
             log.info("KV pool: %s; %s", holds(config, pages, slots, snapshots), layout.describe())
             ended_at["pool"] = time.monotonic()
             with memory.taking(reserve_bytes):
@@ -229,7 +229,7 @@ def run_largest_steps(
 
     Returns the captured graphs: the caller counts their memory before it drops them.
     """
-    pool = KVPool(layout, 2, torch.device(config.engine.device), num_slots=1)
+    pool = KVPool(layout, 2, torch.device(config.engine.device), (1, 0))
     graphs = build_graphs(_assemble(config, pool, model, drafter))
     graphs.run_largest_steps()
     pool.close()

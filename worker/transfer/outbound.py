@@ -114,7 +114,8 @@ class Outbound:
         log.debug("xfer_id=%s from %s: %d tokens", xfer.xfer_id, peer, len(message.tokens))
         first_page = req.num_announced_pages = message.num_matched // self.scheduler.book.page_size
         self.metrics.queried_tokens.inc(len(message.tokens))
-        self.metrics.cached_tokens.inc(req.num_computed_tokens)
+        self.metrics.cached_tokens.inc(req.hold.num_matched)
+        self.metrics.recomputed_tokens.inc(req.hold.num_matched - req.num_cached_tokens)
         lease = Lease(self.lease.prefill_window_s, now)
         outgoing = _Outgoing(xfer, peer, req, lease, first_page, message.key)
         self._outgoing[xfer] = self._by_req[req] = outgoing

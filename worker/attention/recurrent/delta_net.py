@@ -262,7 +262,7 @@ def delta_window_ref(
     for i in range(num_lines + width):
         s, o = delta_step(s, Inputs(*(part[:, i] for part in x)))
         after = torch.where((i < kept).view(n, 1, 1, 1), s, after)
-        passed = torch.where((i == line).view(n, 1, 1, 1), s, passed)
+        passed = torch.where((line == i).view(n, 1, 1, 1), s, passed)
         outputs.append(o)
     window = pending[:, None] + torch.arange(width)
     o = torch.stack(outputs, dim=1)[torch.arange(n)[:, None], window].flatten(0, 1)
