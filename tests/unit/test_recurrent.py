@@ -253,31 +253,31 @@ def test_a_fold_that_passes_a_line_of_the_grid_stores_the_state_there(
     """At any width and acceptance, of rows that have a slot for it; those beside it do not."""
     ways = list(product((1, 2, 3), (1, 2), (1, 2, 3)))
     ways = ways if pairwise.whole else ways[start % 5 :: 5]
-    rows, last = range(1, len(ways) + 1), 2 * len(ways) + 3
-    net = Net(shape, last)
-    text = net.tokens(start + 10)
-    net.snap_slot[1:-1:2] = net.state_slot[1 + len(ways) :][: len(net.snap_slot[1:-1:2])]
-    net.prefill([(row, text[:start]) for row in [*rows, last]])
+    rows, plain = range(1, len(ways) + 1), (2 * len(ways) + 1, 2 * len(ways) + 2)
+    net = Net(shape, plain[1])
+    texts = [net.tokens(start + 10) for _ in plain]
+    for row in rows[::2] if start == 63 else rows:
+        net.snap_slot[row] = net.state_slot[len(ways) + row]
+    net.prefill([(row, texts[row % 2][:start]) for row in [*rows, *plain]])
     at = [start] * len(ways)
     for step, width in enumerate((3, 2, 3, 1)):
         accepted = [(*way, 1)[step] for way in ways]
         windows = net.tokens(len(ways) * width).view(len(ways), width, -1)
         for i, num in enumerate(accepted):
-            windows[i, :num] = text[at[i] : at[i] + num]
+            windows[i, :num] = texts[rows[i] % 2][at[i] : at[i] + num]
             at[i] += num
         net.decode(rows, windows, accepted)
-    for i in range(start, 64):  # plain steps to the line
-        net.decode([last], text[None, i : i + 1], [1])
-    wanted = [part[net.state_slot[last]] for part in net.state[:2]]
-    for row in rows:
-        stored = [part[net.snap_slot[row]] for part in net.state[:2]]
-        if not net.snap_slot[row]:
-            continue
-        if start < 64 <= int(net.folded[row]):
-            for mine, its in zip(stored, wanted, strict=True):
-                check_same(mine, its)
-        else:
-            assert all(part.isnan().all() for part in stored)
+        for row in rows:
+            slot = net.state_slot[len(ways) + row]
+            is_passed = start < 64 <= int(net.folded[row]) and bool(net.snap_slot[row])
+            empty = [bool(part[slot].isnan().all()) for part in net.state[:2]]
+            assert empty == [not is_passed] * 2
+    for row, text in zip(plain, (texts[1], texts[0]), strict=True):
+        for i in range(start, 64):  # to the line
+            net.decode([row], text[None, i : i + 1], [1])
+    for row in rows if start < 64 else ():
+        for part in net.state[:2] if net.snap_slot[row] else ():
+            check_same(part[net.snap_slot[row]], part[net.state_slot[plain[1 - row % 2]]])
 
 
 def test_blocks_of_a_batch():

@@ -174,6 +174,7 @@ class Prompts:
         holds = [req.hold for req in self.reqs]
         check_book(self.book, holds)
         check_snapshots(self.book, holds)
+        assert all(len(hold.nodes) * SIZE >= hold.num_matched for hold in holds)
         for prefix, node in prefixes(self.book).items():
             if node.state:
                 assert self.states[node.state] == prefix
@@ -409,3 +410,24 @@ def test_what_decode_steps_leave_is_the_state_of_its_text(
         made.finish(req)
     made.book.forget()
     assert made.book.snapshots.num_used == made.book.num_holds == 0
+
+
+def test_a_snapshot_that_steps_may_store_again_is_not_left() -> None:
+    """Nor one from before the row had its slot; the deepest that has settled is."""
+    book = PageBook(99, SIZE, num_slots=3, num_snapshots=4)
+    text = range(260)
+    for bound, folded, folded_ub, at in (
+        (120, 130, 131, 128), (120, 191, 192, 0), (130, 131, 140, 0), (190, 193, 200, 192),
+        (60, 255, 255, 192), (60, 255, 256, 0),
+    ):  # fmt: skip
+        hold = hold_of(book, text, 260)
+        book.bind(hold, 260)
+        assert book.snapshots.store_of_row(hold, bound) > 0
+        assert book.snapshots.store_of_row(hold, bound) == 0, "it has one"
+        book.snapshots.leave_row(hold, folded, folded_ub)
+        assert hold.snapshots.keys() == ({at} if at else set())
+        book.commit(hold, text)
+        assert book.snapshots.resumable(hold, 259) == at
+        book.close(hold)
+        assert book.snapshots.num_used == (at > 0)
+        book.forget()
