@@ -170,12 +170,11 @@ class Generate(OfRequest, frozen=True):
     sampling: Sampling
     timeout_s: float
     candidates: tuple[Candidate, ...] = ()
-    # req_id of the first choice, if this is a further choice of the same request. It waits until
-    # the prompt is in the prefix tree, so as to share its pages, or the first choice has ended.
-    after: str = ""
+    after: str = ""  # req_id of the first choice, if this is a further one: it waits for its prompt
     trace: str = ""  # the span that decode's are below: `Trace.carried`; "" = not traced
     key: str = ""  # by which it can be claimed, also after its router is gone; "" = it cannot
     salt: str = ""  # requests with another one share no KV with it; those without any do
+    leads: bool = False  # further choices follow, which go on from the state of its prompt
 
 
 class Claim(OfRequest, frozen=True):

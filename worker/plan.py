@@ -105,6 +105,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     num_keys: int = 0  # sum of all rows' bounds, for logs
     num_prompt_logprobs: int = -1  # as num_logprobs, of `Chunk.scored`; -1: nothing is scored
     copies: tuple[tuple[int, int], ...] = ()  # (from, to): slots of states, one after the other
+    page_copies: tuple[tuple[int, int], ...] = ()  # (from, to): whole pages
     snapshots: tuple[tuple[int, int], ...] = ()  # (row, slot): where it stores them from now on
 
     @property

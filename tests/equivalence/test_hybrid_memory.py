@@ -5,6 +5,7 @@ All in float32. The oracle computes each prompt from its first token on, without
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -229,3 +230,31 @@ def test_hits_of_several_ranks_and_after_a_failover(place: str, ranks: tuple[int
             answers = [found.tokens for found in client.wait(sent)]
             assert answers == [answer[num:] for answer in wanted]
         check_slots(cluster)
+
+
+@pytest.mark.parametrize("spec", [MTP | {"widths": [4]}, *in_whole(({},), (NGRAM,))])
+def test_further_choices_are_copies_of_the_first(spec: dict[str, Any]) -> None:
+    """Of its state, and of the page in which the prompt ends; each goes its own way."""
+    rng, drawn = random.Random(4), Sampling(40, temperature=1.0, ignore_eos=True)
+    lengths = (1 + 16 * 3, 60, 70, 130)
+    prompts = [fresh(rng, num) for num in lengths]
+    asks = [Ask(prompt, drawn, at=i) for i, prompt in enumerate(prompts)]
+    asks = [ask.but(seed=seed) for ask in asks for seed in range(4)]
+    alone = Lockstep(config_of("never", prefix_cache=False), num_prefill=0)
+    try:
+        wanted = [answer.tokens for answer in alone.serve(asks)]
+    finally:
+        alone.close()
+    asks = [replace(ask, after=i // 4 * 4 if i % 4 else None) for i, ask in enumerate(asks)]
+    made = Lockstep(
+        config_of("always", spec=spec), decode_sections={"engine": {"max_num_reqs": 16}}
+    )
+    try:
+        decode = made.engines[DECODE]
+        poison(decode)
+        assert [answer.tokens for answer in made.serve(asks)] == wanted
+        assert value(decode.metrics.placed("none")) == 3 * len(lengths)
+        moved, slot = value(decode.metrics.pulled_bytes("shm/shm")), decode.layout.state.slot_bytes
+        assert moved - slot * len(lengths) < sum(lengths) * decode.layout.page_bytes / 8
+    finally:
+        made.close()

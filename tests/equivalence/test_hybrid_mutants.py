@@ -75,6 +75,7 @@ def snapped(path: Path) -> None:
 
 def kept(path: Path) -> None:
     test_snapshots.test_a_copy_is_forgotten_with_the_request_that_it_was_for()
+    test_snapshots.test_a_fork_is_a_copy_and_what_it_is_made_of_stays_until_then()
     for num_pages in (90, 4000):
         prompts = test_snapshots.Prompts(2, num_pages, 4)
         for _ in range(120):
@@ -207,13 +208,21 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("self._free.append(node.state)", "pass"),  # lost with its node
             ("self._free.append(node.state)", "self._free += [node.state, node.state]"),
         ],
+        "cache.snapshots:Snapshots.fork": [  # it shares the state, or the page
+            ("self.copies[target.slot] =", "target.slot ="),
+            (
+                "self.page_copies[target.slot] = source.pages[number], target.pages[number]",
+                "target.pages[number] = source.pages[number]",
+            ),
+        ],
+        "cache.book:PageBook.close": [("hold.slot in self.snapshots.copies.values()", "False")],
         "cache.prefix:PrefixTree.evict": [("self._gone(node)", "pass")],
         "cache.snapshots:Snapshots.keep": [
             ("hold.nodes[at // self._page_size - 1]", "hold.nodes[-1]")
         ],
         "schedule.prefill:PrefillScheduler.plan": [
             ("store_from=req.hold.num_matched", "store_from=0"),
-            ("self.book.snapshots.drain() if self.book.snapshots.copies else ()", "()"),
+            ("self.book.snapshots.drain() if self.book.snapshots.copies else {}", "{}"),
         ],
         "schedule.prefill:PrefillScheduler.commit": [("num_stored_tokens", "num_computed_tokens")],
     },

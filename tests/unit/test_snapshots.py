@@ -252,7 +252,7 @@ def test_a_copy_is_forgotten_with_the_request_that_it_was_for() -> None:
     again = hold_of(book, range(129), 130)
     assert book.snapshots.resume(again, 128) == 128
     book.close(again)
-    assert book.snapshots.drain() == ()
+    assert not book.snapshots.copies
     assert book.snapshots.resumable(hold_of(book, range(129), 130), 127) == 0
 
 
@@ -431,3 +431,34 @@ def test_a_snapshot_that_steps_may_store_again_is_not_left() -> None:
         book.close(hold)
         assert book.snapshots.num_used == (at > 0)
         book.forget()
+
+
+def test_a_fork_is_a_copy_and_what_it_is_made_of_stays_until_then() -> None:
+    book = PageBook(99, SIZE, num_slots=5, num_snapshots=2)
+    text = range(40)
+    leader = hold_of(book, text, 40)
+    book.bind(leader, 39)
+    book.commit(leader, text[:39])
+    first, second = (hold_of(book, text, 41) for _ in range(2))
+    free = book.num_available
+    for hold in (first, second):
+        assert hold.num_matched == 32
+        book.bind(hold, 39)
+        book.snapshots.fork(leader, hold)
+    slot, page = leader.slot, leader.pages[2]
+    assert len({slot, first.slot, second.slot}) == 3
+    book.close(leader)
+    assert (book.num_free_slots, book.num_available) == (1, free), "both are to be copied"
+    book.close(first)
+    assert book.num_free_slots == 2
+    copies = book.snapshots.drain()
+    assert copies == {
+        "copies": ((slot, second.slot),), "page_copies": ((page, second.pages[2]),)
+    }  # fmt: skip
+    book.launched(1)
+    book.settled(1)
+    assert book.num_free_slots == 3
+    check_book(book, [second])
+    book.close(second)
+    book.forget()
+    assert (book.num_free_slots, book.num_available) == (4, book.num_pages)

@@ -60,6 +60,8 @@ class PageBook:
         self._allocator.settled(step)
         if self._slots is not None:
             self._slots.settled(step)
+        if self.snapshots.closing:
+            self.close(self.snapshots.closing.pop())
 
     @property
     def num_free_slots(self) -> int:
@@ -214,7 +216,13 @@ class PageBook:
         self._allocator.free(self.tree.evict(self.tree.num_pages))
 
     def close(self, hold: Hold) -> None:
-        """Give everything back. No pull into its pages may be running."""
+        """Give everything back. No pull into its pages may be running.
+
+        If a copy that is queued reads what it holds, that goes when a later step settles.
+        """
+        if hold.slot and hold.slot in self.snapshots.copies.values():
+            self.snapshots.closing.append(hold)
+            return
         self.tree.unlock(hold.nodes[hold.num_trimmed :])
         self._allocator.free(hold.private)
         self.snapshots.close(hold)
@@ -224,3 +232,6 @@ class PageBook:
         self.num_holds -= 1
         hold.nodes, hold.num_reserved, hold.slot = [], 0, 0
         hold.pages, hold.num_slots, hold.private, hold.num_trimmed = [], 0, set(), 0
+        waiting, self.snapshots.closing = self.snapshots.closing, []
+        for other in waiting:
+            self.close(other)

@@ -38,8 +38,10 @@ class KVPool:
         self.device = torch.device(device)
         self._layers: dict[str, list[tuple[Tensor, ...]]] = {}
         self._memory: list[MemoryRegion] = []
+        self._pages: list[Tensor] = []  # of each region [num_groups, num_pages, group_bytes] u8
         for region in layout.regions:
             raw = self._allocate(region.name, num_pages * region.page_bytes)
+            self._pages.append(raw.view(region.num_groups, num_pages, -1))
             self._layers[region.name] = _layer_views(raw, region, num_pages)
         # Of each layer with a state, see _state_views.
         self.states: list[tuple[Tensor, Tensor]] = []
@@ -88,11 +90,14 @@ class KVPool:
             found += (part, exponents_of(part)) if part.dtype == E4M3 else (part,)
         return found
 
-    def copy_slots(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole states (from, to), in this order, on the current stream."""
-        for source, target in copies:
+    def copy(self, slots: Sequence[tuple[int, int]], pages: Sequence[tuple[int, int]]) -> None:
+        """Copy whole states and pages (from, to), in this order, on the current stream."""
+        for source, target in slots:
             assert self._slots is not None
             self._slots[target].copy_(self._slots[source])
+        for source, target in pages:
+            for groups in self._pages:
+                groups[:, target].copy_(groups[:, source])
 
     def memory(self) -> tuple[MemoryRegion, ...]:
         """The allocations, in the layout's order, then the state's; valid until `close`."""
@@ -103,6 +108,7 @@ class KVPool:
         self._layers.clear()
         self.states.clear()
         self._slots = None
+        self._pages.clear()
         for region in self._memory:
             if region.fd is not None:
                 os.close(region.fd)

@@ -36,6 +36,8 @@ class Snapshots:
         self.num_resumed = 0  # requests
         self._num_rows = 0  # that have a slot
         self.copies: dict[int, int] = {}  # by the slot that is written: the one that is read
+        self.page_copies: dict[int, tuple[int, int]] = {}  # by that slot: (from, to)
+        self.closing: list[Hold] = []  # closed, but a copy that no plan has yet reads their slots
 
     @property
     def num_used(self) -> int:
@@ -61,11 +63,23 @@ class Snapshots:
             self.num_resumed += 1
         return self.resumable(hold, max_tokens)
 
-    def drain(self) -> tuple[tuple[int, int], ...]:
-        """Return what the plan being made copies, (from, to), before its forward."""
+    def drain(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """Return what the plan being made copies before its forward, by fields of Plan."""
         copies = tuple((source, target) for target, source in self.copies.items())
+        pages = tuple(self.page_copies.values())
         self.copies.clear()
-        return copies
+        self.page_copies.clear()
+        return {"copies": copies, "page_copies": pages}
+
+    def fork(self, source: Hold, target: Hold) -> None:
+        """The next plan copies a state, and the page behind those that both share, to `target`.
+
+        Until then PageBook.close keeps what `source` holds.
+        """
+        self.copies[target.slot] = source.slot
+        number = target.num_matched // self._page_size
+        if number < len(target.pages):
+            self.page_copies[target.slot] = source.pages[number], target.pages[number]
 
     def store(self, hold: Hold, start: int, end: int, target: int) -> Stored:
         """Plan the snapshot of a chunk from `start` to `end` of a prompt of `target` tokens.
@@ -131,6 +145,7 @@ class Snapshots:
     def close(self, hold: Hold) -> None:
         """Free what a hold has, and copy nothing to its slot any more."""
         self.copies.pop(hold.slot, None)
+        self.page_copies.pop(hold.slot, None)
         self._free += hold.snapshots.values()
         hold.snapshots.clear()
 

@@ -75,6 +75,7 @@ class Admission:
             now + message.timeout_s + DEADLINE_GRACE_S,
             message.candidates,
             is_sibling=bool(message.after),
+            leads=message.leads,
             timeline=Timeline(now, spans),
             claim_key=message.key,
             salt=message.salt,
@@ -97,9 +98,16 @@ class Admission:
         grammar = message.sampling.grammar
         return bool(grammar) and not self.grammars.ready(grammar)
 
-    def place(self, req: Req) -> None:
-        """Get the prompt's missing KV, if any: pull it, or prefill here."""
+    def place(self, req: Req, leader: Req | None = None) -> None:
+        """Get the prompt's missing KV, if any: pull it, or prefill here.
+
+        leader: the choice that has come first.
+        """
         assert req.hold is not None
+        if leader is not None and self._queues.fork(req, leader):
+            self._engine.metrics.placed("none").inc()
+            self.queue_for_row(req)
+            return
         num_stored, snapshots = len(req.tokens) - 1, self._engine.book.snapshots
         num_uncached = num_stored - snapshots.resumable(req.hold, num_stored)
         if num_uncached == 0:

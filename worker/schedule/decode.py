@@ -159,8 +159,8 @@ class DecodeScheduler:
                 (req.sampling.prompt_logprobs for req, chunk in launched.computed if chunk.scored),
                 default=-1,
             ),
-            copies=snapshots.drain() if snapshots.copies else (),
             snapshots=self.queues.rows.drain_snapshots(),
+            **(snapshots.drain() if snapshots.copies else {}),
         )
 
     def _snapshot(self, req: Req, bound: int, width: int) -> None:

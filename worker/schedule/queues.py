@@ -103,6 +103,23 @@ class DecodeQueues:
         req.phase = Phase.LOCAL
         self.local.append(req)
 
+    def fork(self, req: Req, leader: Req) -> bool:
+        """Have KV and state of a prompt copied from another choice of it; False: it has run on."""
+        if (
+            leader.phase is not Phase.READY
+            or leader.tokens != req.tokens
+            or leader.salt != req.salt
+        ):
+            return False
+        assert leader.hold is not None
+        assert req.hold is not None
+        num_stored = len(req.tokens) - 1
+        if not req.hold.slot or req.hold.num_matched + self.book.page_size <= num_stored:
+            return False
+        self.book.bind(req.hold, num_stored)  # reserved at admission: cannot fail
+        self.book.snapshots.fork(leader.hold, req.hold)
+        return True
+
     def make_ready(self, req: Req) -> None:
         """Enter KV of tokens[:-1], which is final, into the tree; queue `req` for a row."""
         assert req.hold is not None

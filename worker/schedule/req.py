@@ -76,6 +76,7 @@ class Req:
     num_folded_ub: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in a prefix tree
     is_sibling: bool = False  # a further choice (n > 1), sent with Generate.after
+    leads: bool = False  # `Generate.leads`
     matcher: "Matcher | None" = None  # of its grammar; None = free text
     timeline: Timeline = field(default_factory=Timeline)
     claim_key: str = ""  # `Generate.key`
