@@ -462,3 +462,37 @@ def test_a_fork_is_a_copy_and_what_it_is_made_of_stays_until_then() -> None:
     book.close(second)
     book.forget()
     assert (book.num_free_slots, book.num_available) == (4, book.num_pages)
+
+
+def prefilled(*, recurrent: bool, num_snapshots: int = 32) -> int:
+    """Tokens that a prefill worker computes for its eight of sixteen agents, twenty turns each."""
+    book = PageBook(
+        4000, 64, num_slots=9 * recurrent, num_snapshots=num_snapshots * recurrent
+    )  # what 64 rows have
+    limits = PromptLimits(40_000, grain=GRID if recurrent else 1)
+    engine = EngineConfig(max_num_reqs=8)
+    scheduler = PrefillScheduler(book, engine, limits, Pace([], 1, 1, 2048, 2, 0.5))
+    rng, total = random.Random(1), 0
+    system = [rng.randrange(9_999) for _ in range(4096)]
+    talks = [[*system, *(rng.randrange(9_999) for _ in range(90))] for _ in range(8)]
+    for _ in range(20):
+        for talk in rng.sample(talks, len(talks)):
+            asked = Prefill(Xfer("x", 1, "d", "p"), tuple(talk), 0, 0.0, None, len(talk))
+            req = scheduler.admit(asked)
+            assert req is not None
+            while (plan := scheduler.plan()) is not None:
+                total += sum(len(chunk.tokens) for chunk in plan.chunks)
+                scheduler.commit(scheduler.settle(plan.step, []))
+            scheduler.drop(req)
+            # A call of a tool, and what that has returned.
+            more = rng.randint(40, 120) + rng.randint(100, 1500)
+            talk += (rng.randrange(9_999) for _ in range(more))
+    return total
+
+
+def test_agents_cost_little_more_than_with_keys_alone() -> None:
+    """Half of the trace of two prefill workers: an agent's turns are sent to the same one."""
+    dense, recurrent = prefilled(recurrent=False), prefilled(recurrent=True)
+    print(f"prefilled tokens: {dense:,} with keys alone, {recurrent:,} with states")
+    assert recurrent <= 1.1 * dense
+    assert prefilled(recurrent=True, num_snapshots=0) > 5 * dense
