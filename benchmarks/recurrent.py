@@ -46,7 +46,7 @@ class Net:
         dtype_name = str(self.dtype).removeprefix("torch.")
         self.region = StateRegion(self.num_layers, *shape, dtype_name)
         layout = KVLayout((KVRegion("target", 1, 1, 32, 1, 16, dtype_name),), self.region)
-        self.pool = KVPool(layout, 2, torch.device(DEVICE), num_rows + 1)
+        self.pool = KVPool(layout, 2, torch.device(DEVICE), (num_rows + 1, 0))
         self.states = delta_states(self.pool.states, shape, num_rows, max_width)
         ones = torch.ones(shape.value_heads, device=DEVICE)
         conv = 0.5 * self.noise(shape.channels, 4)
@@ -62,7 +62,8 @@ class Net:
         rows = torch.arange(num_rows + 1, device=DEVICE)
         folded = torch.full_like(rows, 100)
         pending = 0 if width == 1 else width
-        windows = StateWindows(rows[1:], rows, folded, folded + pending, width)
+        none = torch.zeros_like(rows)
+        windows = StateWindows(rows[1:], rows, folded, folded + pending, none, width, 64)
         packed = self.noise(num_rows * width, self.shape.packed_width)
         lines = width if width > 1 else 0
         states = [DeltaState(state.s, state.conv, state.ring[:, :lines]) for state in self.states]
@@ -76,7 +77,8 @@ class Net:
             for each in (ends, block_table(ends, num_tokens))
         )
         slots = torch.ones(1, dtype=torch.int32, device=DEVICE)
-        chunks = StateChunks(start, start[1:], slots, blocks)
+        none = torch.zeros_like(slots)
+        chunks = StateChunks(start, start[1:], slots, none, none, blocks)
         packed = self.noise(num_tokens, self.shape.packed_width)
         out = packed.new_empty(num_tokens, self.shape.value_width)
         return lambda: [

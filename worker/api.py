@@ -105,9 +105,9 @@ class WorkerStats(Message, frozen=True):
     num_steps: int = 0  # settled since its start
     has_work: bool = False  # a step can be launched, or is under way: num_steps has to grow
     page_size: int = 0  # tokens
-    # Verify windows since its start, and by place in them drafts made and drafts accepted.
-    num_windows: int = 0
-    drafted: tuple[int, ...] = ()  # (): it verifies nothing
+    snapshot_grid: int = 0  # states of prompts are kept at multiples of so many tokens; 0: never
+    num_windows: int = 0  # that have verified drafts since its start
+    drafted: tuple[int, ...] = ()  # drafts by place in a window; (): it verifies nothing
     accepted: tuple[int, ...] = ()
     tokens_per_row: float = 0.0  # moving average, of a row in a decode step; 0: none yet
     card: Card | None = None
@@ -176,6 +176,7 @@ class Generate(OfRequest, frozen=True):
     trace: str = ""  # the span that decode's are below: `Trace.carried`; "" = not traced
     key: str = ""  # by which it can be claimed, also after its router is gone; "" = it cannot
     salt: str = ""  # requests with another one share no KV with it; those without any do
+    leads: bool = False  # further choices follow, which go on from the state of its prompt
 
 
 class Claim(OfRequest, frozen=True):

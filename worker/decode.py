@@ -224,6 +224,7 @@ class DecodeLoop:
             num_free_pages=book.num_available,
             num_pages=book.num_pages,
             page_size=book.page_size,
+            snapshot_grid=book.snapshots.grid * (book.snapshots.num_slots > 0),
             num_queued_tokens=sum(len(req.tokens) - req.num_planned_tokens for req in queues.local),
             prefill_s_per_token=meter.prefill_s_per_token,
             draining=self.requests.admission.draining,

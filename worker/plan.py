@@ -75,6 +75,9 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     state_slot: int = 0  # where layers are recurrent: of the state before these tokens, then after
     # Tokens behind the first, second, ... of `tokens`, whose logprobs are wanted.
     scored: tuple[int, ...] = ()
+    store_from: int = 0  # KV of positions below it is there, in pages that others read, and stays
+    # Where layers are recurrent: the state after so many tokens goes to that slot as well.
+    snapshot: tuple[int, int] = (0, 0)
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
@@ -82,9 +85,9 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
 
     A window is `width` tokens of a row: the last drawn one, then drafts to verify. 1: plain decode.
 
-    A decode step: releases, starts, pages, forward, tail. A prefill step: pages, forward, releases,
-    starts, tail. The forward of a prefill step reads only the page table, so the host can enqueue
-    releases and starts while the device is busy.
+    A decode step: copies, releases, starts, pages, forward, tail. A prefill step: copies, pages,
+    forward, releases, starts, tail. The forward of a prefill step reads only the page table, so the
+    host can enqueue releases and starts while the device is busy.
     """
 
     step: int
@@ -101,6 +104,9 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     width: int = 1  # tokens that a row of `decode` computes, and draws at most
     num_keys: int = 0  # sum of all rows' bounds, for logs
     num_prompt_logprobs: int = -1  # as num_logprobs, of `Chunk.scored`; -1: nothing is scored
+    copies: tuple[tuple[int, int], ...] = ()  # (from, to): slots of states, one after the other
+    page_copies: tuple[tuple[int, int], ...] = ()  # (from, to): whole pages
+    snapshots: tuple[tuple[int, int], ...] = ()  # (row, slot): where it stores them from now on
 
     @property
     def sampled_rows(self) -> tuple[int, ...]:

@@ -153,6 +153,7 @@ class PrefillLoop(Role):
             num_free_pages=book.num_available,
             num_pages=book.num_pages,
             page_size=book.page_size,
+            snapshot_grid=book.snapshots.grid * (book.snapshots.num_slots > 0),
             num_queued_tokens=self.scheduler.num_queued_tokens,
             prefill_s_per_token=self._engine.meter.prefill_s_per_token,
             draining=self._outbound.draining,

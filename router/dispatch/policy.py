@@ -87,22 +87,25 @@ class PrefixAware(Policy):
         blocks, prefixes = blocks_of(prompt, salt), self._prefixes
         weight = 1 / max(LONG_TOKENS, len(prompt))
 
+        def held(known: Known) -> float:
+            return prefixes.held(blocks, known.peer, known.stats.snapshot_grid)
+
         def cost(known: Known) -> tuple[float, float]:
             load = _load(known)
-            spared = prefixes.held(blocks, known.peer) * weight if load < 1 else 0.0
-            return load - spared, random.random()
+            return load - (held(known) * weight if load < 1 else 0.0), random.random()
 
         def wait_s(known: Known) -> tuple[float, float]:
             per_token = known.stats.prefill_s_per_token or UNKNOWN_S_PER_TOKEN
-            spared_s = prefixes.held(blocks, known.peer) * per_token
-            return _prefill_wait_s(known) - spared_s, random.random()
+            return _prefill_wait_s(known) - held(known) * per_token, random.random()
 
         best = min(decode, key=cost)
-        expected = prefixes.held(blocks, best.peer)
-        pool = sorted(_eligible(best, prefill), key=wait_s)
+        pool = sorted(_eligible(best, prefill), key=wait_s)[:MAX_CANDIDATES]
+        # A decode worker has no state of what it pulled: what the others have decides for it.
+        found = [int(held(known)) if known.stats.snapshot_grid else 0 for known in pool]
+        route = _route(best, pool, held(best), found)
         for known in (best, *pool[:1]):
-            prefixes.sent(blocks, known.peer)
-        return _route(best, pool, expected)
+            prefixes.sent(blocks, known.peer, known.stats.snapshot_grid)
+        return route
 
     def found(self, route: Route, num_cached: int) -> None:
         self._prefixes.found(route.decode, route.num_expected, num_cached)
@@ -148,9 +151,14 @@ def _eligible(decode: Known, prefill: Iterable[Known]) -> list[Known]:
     return [known for known in prefill if form(known) == form(decode)]
 
 
-def _route(decode: Known, prefill: Sequence[Known], num_expected: float = 0.0) -> Route:
+def _route(
+    decode: Known,
+    prefill: Sequence[Known],
+    num_expected: float = 0.0,
+    num_cached: Sequence[int] = (0,) * MAX_CANDIDATES,
+) -> Route:
     candidates = tuple(
-        Candidate(known.peer, known.num_queued_tokens, known.stats.prefill_s_per_token)
-        for known in prefill[:MAX_CANDIDATES]
+        Candidate(known.peer, known.num_queued_tokens, known.stats.prefill_s_per_token, num)
+        for known, num in zip(prefill, num_cached, strict=False)
     )
     return Route(decode.peer, candidates, num_expected)

@@ -30,22 +30,37 @@ class Prefixes:
         self._at: OrderedDict[int, set[PeerId]] = OrderedDict()  # block -> who; used last is last
         self._trust: dict[PeerId, float] = {}  # of what was expected, how much was there, 0 to 1
 
-    def held(self, blocks: Sequence[int], peer: PeerId) -> float:
-        """How many tokens of a prompt of these blocks the worker is expected to have."""
-        num = 0
-        for block in blocks:
-            if peer not in self._at.get(block, ()):
-                break
-            num += 1
+    def held(self, blocks: Sequence[int], peer: PeerId, grid: int = 0) -> float:
+        """How many tokens of a prompt of these blocks the worker is expected to have.
+
+        grid: see WorkerStats.snapshot_grid; with one, up to which of its lines it has the state.
+        """
+        num = self._num_found(blocks, peer)
+        if grid:
+            lines = range(num * BLOCK // grid * grid // BLOCK, 0, -(grid // BLOCK))
+            found = (line for line in lines if peer in self._at.get(~blocks[line - 1], ()))
+            num = next(found, 0)
         return num * BLOCK * self._trust.get(peer, 1.0)
 
-    def sent(self, blocks: Sequence[int], peer: PeerId) -> None:
-        """A prompt goes to a worker, which has it from then on."""
-        for block in reversed(blocks):  # its beginning is the last to be forgotten
+    def sent(self, blocks: Sequence[int], peer: PeerId, grid: int = 0) -> None:
+        """A prompt goes to a worker, which has it from then on.
+
+        Its state where it ends, and where it was found to branch off; the key of a state is the
+        complement of its last block's.
+        """
+        found = self._num_found(blocks, peer) if grid else 0
+        ends = {num * BLOCK // grid * grid // BLOCK for num in (found, len(blocks))} if grid else ()
+        numbers = [*reversed(blocks), *(~blocks[num - 1] for num in ends if num)]
+        for block in numbers:  # its beginning is the last to be forgotten
             self._at.setdefault(block, set()).add(peer)
             self._at.move_to_end(block)
         while len(self._at) > self._capacity:
             self._at.popitem(last=False)
+
+    def _num_found(self, blocks: Sequence[int], peer: PeerId) -> int:
+        """Blocks that the worker was sent."""
+        missing = (i for i, block in enumerate(blocks) if peer not in self._at.get(block, ()))
+        return next(missing, len(blocks))
 
     def found(self, peer: PeerId, expected: float, num_cached: int) -> None:
         """A worker has said how many tokens it found where so many were expected."""

@@ -55,6 +55,7 @@ class Req:
     output: OutputText
     leader: Req | None = None  # another choice with the same prompt, submitted before this one
     salt: str = ""  # `Generate.salt`
+    leads: bool = False  # it is the leader of others
     # Set when it is submitted.
     req_id: str = ""  # unique in the cluster: workers know it by this
     client: str = ""  # whom it counts for in turns: `http/source.py`
@@ -306,6 +307,7 @@ class Queue:
             trace=trace,
             key=req.key,
             salt=req.salt,
+            leads=req.leads,
         )
         log.debug("req_id=%s dispatch %d to %s", req.req_id, req.dispatch, route.decode)
         self._wire.send(route.decode, generate)

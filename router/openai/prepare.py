@@ -278,6 +278,7 @@ class Preparer:
                     own = replace(own, prompt_logprobs=-1)
                 reqs.append(Req(len(reqs), prompt, own, output, leader, job.salt))
                 leader = leader or reqs[-1]
+                leader.leads |= leader is not reqs[-1]
         options = body.stream_options
         return Prepared(
             writer=job.writer,

@@ -1,7 +1,7 @@
 """What goes wrong in recurrent layers without a word turns a law red.
 
-A mutant is a line of ours that reads otherwise. Those of state that prefix hits share come with
-that. Chunks begin on the grid of blocks, so one that is counted from a chunk's start is the same.
+A mutant is a line of ours that reads otherwise. Chunks begin on the grid of blocks, so one that is
+counted from a chunk's start is the same.
 """
 
 import __future__
@@ -21,7 +21,7 @@ from tests.equivalence import test_hybrid_laws as laws
 from tests.equivalence import test_models as models
 from tests.equivalence import test_mtp as mtp
 from tests.support.engines import running
-from tests.unit import test_recurrent
+from tests.unit import test_chunk_rows, test_recurrent, test_snapshots
 from tests.unit import test_states as states
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -64,6 +64,35 @@ def pulled(path: Path) -> None:
     states.test_pages_without_their_state_are_computed_anew()
 
 
+def snapped(path: Path) -> None:
+    test_recurrent.test_a_snapshot_is_the_state_of_a_prompt_that_ends_there(
+        test_recurrent.SHAPES[1]
+    )
+    test_recurrent.test_a_fold_that_passes_a_line_of_the_grid_stores_the_state_there(
+        test_recurrent.SHAPES[1], 62
+    )
+
+
+def kept(path: Path) -> None:
+    test_snapshots.test_a_copy_is_forgotten_with_the_request_that_it_was_for()
+    test_snapshots.test_a_fork_is_a_copy_and_what_it_is_made_of_stays_until_then()
+    for num_pages in (90, 4000):
+        prompts = test_snapshots.Prompts(2, num_pages, 4)
+        for _ in range(120):
+            prompts.turn()
+        prompts.exact = False
+        prompts.book.forget()
+        prompts.check()
+
+
+def left(path: Path) -> None:
+    test_snapshots.test_a_snapshot_that_steps_may_store_again_is_not_left()
+    for widths in ((1,), (4,)):
+        made = test_snapshots.Decoding(1, widths, 75)
+        for _ in range(1500):
+            made.turn()
+
+
 Law = Callable[[Path], None]
 LAWS: dict[str, Law] = {
     "rule": rule,
@@ -78,6 +107,12 @@ LAWS: dict[str, Law] = {
     "announced": lambda _: states.test_a_state_is_announced_once_its_last_step_has_settled(),
     "held": lambda _: states.test_a_slot_outlives_the_row_that_filled_it(),
     "hashed": lambda _: states.test_the_state_is_part_of_the_layout(),
+    "snapped": snapped,
+    "kept": kept,
+    "left": left,
+    "unstored": lambda _: test_chunk_rows.test_any_plan_of_chunks_is_as_if_its_pages_had_come_first(
+        "twin", pytest.MonkeyPatch()
+    ),
     "served": served,
 }
 MUTATED = "mutated\n"  # what a process of its own says before the law
@@ -152,6 +187,56 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "cache.layout:ModelLayout.identity": [
             ("asdict(self)", "asdict(replace(self, state=None))")
         ],
+    },
+    "snapped": {
+        "attention.recurrent.delta_net:delta_chunk_ref": [
+            ("if at + DELTA_BLOCK == snap:", "if at == snap:"),  # behind the line
+            ("chunks.snap_slots[i : i + 1]", "chunks.snap_slots[:1]"),  # of another request
+            ("raw[None, snap : snap + TAPS - 1]", "raw[None, snap + 1 : snap + TAPS]"),
+        ],
+        "attention.recurrent.delta_net:delta_window_ref": [
+            ("rows.grid - 1 - folded", "rows.grid - folded"),
+            ("rows.snap_slot[rows.live]", "rows.snap_slot[rows.live.roll(1)]"),
+            ("(line < kept)", "(line < kept + width - 1)"),  # of a draft that may be rejected
+            ("line[:, None] + 1 +", "line[:, None] +"),
+        ],
+    },
+    "kept": {
+        "cache.snapshots:Snapshots._deepest": [(" if node.state)", ")")],  # a hit without one
+        "cache.snapshots:Snapshots.close": [("self.copies.pop(hold.slot, None)", "pass")],
+        "cache.snapshots:Snapshots.drop": [
+            ("self._free.append(node.state)", "pass"),  # lost with its node
+            ("self._free.append(node.state)", "self._free += [node.state, node.state]"),
+        ],
+        "cache.snapshots:Snapshots.fork": [  # it shares the state, or the page
+            ("self.copies[target.slot] =", "target.slot ="),
+            (
+                "self.page_copies[target.slot] = source.pages[number], target.pages[number]",
+                "target.pages[number] = source.pages[number]",
+            ),
+        ],
+        "cache.book:PageBook.close": [("hold.slot in self.snapshots.copies.values()", "False")],
+        "cache.prefix:PrefixTree.evict": [("self._gone(node)", "pass")],
+        "cache.snapshots:Snapshots.keep": [
+            ("hold.nodes[at // self._page_size - 1]", "hold.nodes[-1]")
+        ],
+        "schedule.prefill:PrefillScheduler.plan": [
+            ("store_from=req.hold.num_matched", "store_from=0"),
+            ("self.book.snapshots.drain() if self.book.snapshots.copies else {}", "{}"),
+        ],
+        "schedule.prefill:PrefillScheduler.commit": [("num_stored_tokens", "num_computed_tokens")],
+    },
+    "left": {
+        "cache.snapshots:Snapshots.leave_row": [
+            (" and last_line(num_folded_ub, self.grid) == at", ""),  # a step in flight writes it
+        ],
+        "cache.snapshots:Snapshots.store_of_row": [("self._take(), bound", "self._take(), 0")],
+        "schedule.decode:DecodeScheduler.settle": [  # a window too far
+            ("len(req.tokens) - (1 if width > 1 else 0)", "len(req.tokens) + len(result.tokens)"),
+        ],
+    },
+    "unstored": {
+        "step.chunk_rows:chunk_rows_ref": [("positions < lines[7][owner]", "positions < 0")],
     },
     "served": {
         "step.rows:accept_rows_ref": [

@@ -132,7 +132,7 @@ class Engine:
         num_pages, ranks = 1 + 2 * 12, (model.collective.size, model.collective.rank)
         pages, state = regions_of(spec, Cut(PAGE_SIZE, 1, dtype, kv_dtype or dtype))
         layout = ModelLayout((pages,), state).share(*ranks)
-        self.pool = KVPool(layout, num_pages, device, num_slots=3)
+        self.pool = KVPool(layout, num_pages, device, (3, 0))
         self.columns = [torch.tensor([0, 2, 1]), *torch.zeros(2, 3, dtype=torch.int64)]
         model.keep(self.pool, 2, 1)
         for states in self.pool.states:
@@ -176,10 +176,12 @@ class Engine:
         rows, ends = torch.tensor([1, 2]), torch.tensor([span.stop for span in spans])
         if all(len(span) == 1 for span in spans):
             folded[rows] = seq_len[rows] = ends - 1
-            return StateWindows(rows, slots, folded, seq_len, 1)
+            return StateWindows(rows, slots, folded, seq_len, torch.zeros_like(slots), 1, 64)
         blocks = block_table(batch.query_start.tolist(), batch.num_tokens)
         table = torch.tensor(blocks, dtype=torch.int32)
-        return StateChunks(batch.query_start, batch.seq_lens, slots[rows].int(), table)
+        none = torch.zeros(len(rows), dtype=torch.int32)
+        own = slots[rows].int()
+        return StateChunks(batch.query_start, batch.seq_lens, own, none, none, table)
 
     def prefill(self, chunk: int) -> Iterator[list[torch.Tensor]]:
         """Both prompts together, `chunk` tokens of each at a time."""

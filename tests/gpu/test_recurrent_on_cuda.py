@@ -79,12 +79,13 @@ def test_windows_match_their_definition(width: int, dtype: torch.dtype) -> None:
     (weights, state), (ref_weights, ref_state) = both(dtype, num_rows)
     columns = (
         torch.tensor([1, 0, 3, 2, 5, 9]), torch.arange(num_rows + 1),
-        torch.tensor([0, 5, 0, 7, 1, 70, 9, 9, 9, 64]),
-        torch.tensor([0, 7, 0, 8, 4, 74, 9, 9, 9, 64]),
+        torch.tensor([0, 5, 0, 62, 1, 70, 9, 9, 9, 64]),
+        torch.tensor([0, 7, 0, 65, 4, 74, 9, 9, 9, 64]),
+        torch.tensor([0, 0, 0, 8, 0, 7, 0, 0, 0, 0]),
     )  # fmt: skip
     packed = torch.randn(6 * width, LARGE.packed_width, generator=generator).to(dtype)
-    wanted = delta_window_ref(packed, ref_weights, ref_state, StateWindows(*columns, width))
-    rows = StateWindows(*(column.cuda() for column in columns), width)  # type: ignore
+    wanted = delta_window_ref(packed, ref_weights, ref_state, StateWindows(*columns, width, 64))
+    rows = StateWindows(*(column.cuda() for column in columns), width, 64)  # type: ignore
     check_near(delta_window(packed.cuda(), weights, state, rows), wanted, dtype)
     for mine, its in zip(state, ref_state, strict=True):
         check_near(mine[1:], its[1:], dtype)
@@ -101,7 +102,8 @@ def test_chunks_match_their_definition(dtype: torch.dtype) -> None:
     packed, slots = packed.to(dtype), torch.tensor([3, 1, 0, 2, 5, 6]).int()
     wanted, out = (torch.full((num, LARGE.value_width), float("nan")).to(dtype) for _ in range(2))
     blocks = torch.tensor(block_table(start.tolist(), num), dtype=torch.int32)
-    chunks = StateChunks(start, lengths, slots, blocks)
+    snap_lens, snap_slots = torch.tensor([[128, 0, 0, 128, 192, 256], [4, 0, 0, 7, 8, 9]]).int()
+    chunks = StateChunks(start, lengths, slots, snap_lens, snap_slots, blocks)
     delta_chunk_ref(packed, ref_weights, ref_state, chunks, wanted)
     out, on_cuda = out.cuda(), StateChunks(*(each.cuda() for each in chunks))
     delta_chunk(packed.cuda(), weights, state, on_cuda, out)

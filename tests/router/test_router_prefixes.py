@@ -35,3 +35,24 @@ def test_trust_follows_reports_down_and_up_again() -> None:
     for _ in range(40):
         prefixes.found("a/1", prefixes.held(blocks, "a/1"), 4 * BLOCK)
     assert prefixes.held(blocks, "a/1") > 0.9 * whole
+
+
+def test_a_state_is_expected_where_a_prompt_ended_or_branched_off() -> None:
+    """Its pages alone spare a worker with recurrent layers nothing."""
+    grid, prefixes = 2 * BLOCK, Prefixes()
+    first = tuple(range(9 * BLOCK))
+    other = (*first[: 7 * BLOCK], *range(1000, 1000 + 5 * BLOCK))
+    third = (*first[: 7 * BLOCK], *range(2000, 2000 + 4 * BLOCK))
+
+    def held(tokens: tuple[int, ...]) -> float:
+        return prefixes.held(blocks_of(tokens), "a/1", grid)
+
+    prefixes.sent(blocks_of(first), "a/1", grid)
+    assert held((*first, 5)) == 8 * BLOCK
+    assert held(first[: 8 * BLOCK]) == 8 * BLOCK
+    assert held(first[: 7 * BLOCK]) == held(other) == 0
+    prefixes.sent(blocks_of(other), "a/1", grid)
+    assert held(other) == 12 * BLOCK
+    assert held(third) == 6 * BLOCK, "the second text that begins so has left a state there"
+    assert prefixes.held(blocks_of(third), "b/1", grid) == 0
+    assert prefixes.held(blocks_of(third), "a/1") == 7 * BLOCK

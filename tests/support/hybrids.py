@@ -47,12 +47,21 @@ def poison(engine: Engine) -> None:
     So whoever reads what a request has not written is found. The engine has one rank.
     """
     slots, state = engine.book._slots, engine.runner.loaded.state
-    take, apply = slots.take, state.apply_rows
+    snapshots = engine.book.snapshots
+    take, apply, snap = slots.take, state.apply_rows, snapshots._take
+
+    def emptied(new: list[int]) -> None:
+        for part in (part for states in engine.pool.states for part in states):
+            part[new] = float("nan")
 
     def taken(*args: Any, **options: Any) -> list[int]:
         new = take(*args, **options)
-        for part in (part for states in engine.pool.states for part in states):
-            part[new] = float("nan")
+        emptied(new)
+        return new
+
+    def promised() -> int:
+        new = snap()
+        emptied([new] if new else [])
         return new
 
     def applied(plan: Plan) -> None:
@@ -61,4 +70,4 @@ def poison(engine: Engine) -> None:
                 layer.ring[start.row] = float("nan")
         apply(plan)
 
-    slots.take, state.apply_rows = taken, applied
+    slots.take, state.apply_rows, snapshots._take = taken, applied, promised

@@ -202,8 +202,9 @@ class Lockstep:
         candidates = () if ask.local or PREFILL not in self.loops else (api.Candidate(PREFILL),)
         prompt = tuple(ask.prompt)
         return api.Generate(
-            str(number), 1, prompt, len(prompt), ask.sampling, HANG_S, candidates, after
-        )
+            str(number), 1, prompt, len(prompt), ask.sampling, HANG_S, candidates, after,
+            leads=any(other.after == number for other in self._asked),
+        )  # fmt: skip
 
     def _turns(self, *, whole: bool) -> None:
         """A turn of each loop, with what it hears by then."""

@@ -103,7 +103,8 @@ def random_plan(rng: random.Random, num_rows: int, max_pages: int, max_tokens: i
         more = rng.randint(0, min(left, max_pages * PAGE_SIZE - 1))
         left -= more
         start = rng.randint(0, max_pages * PAGE_SIZE - 1 - more)
-        chunks.append(Chunk(row, start, tuple(rng.choices(range(1, 97), k=1 + more))))
+        tokens, kept = tuple(rng.choices(range(1, 97), k=1 + more)), rng.choice((0, 0, 1, 20, 200))
+        chunks.append(Chunk(row, start, tokens, store_from=kept and start + kept - 1))
     pages = []
     for row in range(1, num_rows + 1):
         cuts = sorted(rng.sample(range(max_pages + 1), rng.choice((0, 2, 2, 3))))
@@ -119,7 +120,13 @@ def random_plan(rng: random.Random, num_rows: int, max_pages: int, max_tokens: i
 def expected(plan: Plan, table: torch.Tensor, num_rows: int, num_reqs: int) -> dict[str, Any]:
     """The batch of a plan whose pages are in `table`, padded with zeros, token by token."""
     tokens = [
-        (token, at, int(table[chunk.row, at // PAGE_SIZE]) * PAGE_SIZE + at % PAGE_SIZE)
+        (
+            token,
+            at,
+            int(table[chunk.row, at // PAGE_SIZE]) * PAGE_SIZE + at % PAGE_SIZE
+            if at >= chunk.store_from
+            else chunk_rows.NOT_STORED,
+        )
         for chunk in plan.chunks
         for at, token in enumerate(chunk.tokens, chunk.start)
     ]

@@ -19,6 +19,8 @@ COST = PlacementInputs(
     s_per_token=0.001,
     kv_bytes_per_token=1_000,
     pull_bytes_per_s=dict.fromkeys(("p/1", "q/1"), 1e8),
+    num_missing_tokens=100,
+    num_uncached_there=100,
 )
 IDLE = Candidate("p/1", prefill_s_per_token=0.001)
 
@@ -59,9 +61,11 @@ def test_more_load_there_never_makes_remote_and_more_here_never_local() -> None:
     rnd = random.Random(0)
     seen = set()
     for _ in range(5_000):
+        num = rnd.randint(1, 2_000)
         cost = PlacementInputs(
-            rnd.randint(1, 2_000), rnd.randint(0, 64), rnd.choice((1e-5, 1e-4, 1e-3)),
-            rnd.randint(100, 100_000), {"p/1": rnd.choice((1e7, 1e9))}, rnd.randint(0, 99),
+            num, rnd.randint(0, 64), rnd.choice((1e-5, 1e-4, 1e-3)), rnd.randint(100, 100_000),
+            {"p/1": rnd.choice((1e7, 1e9))}, rnd.randint(0, 99), num_missing_tokens=num,
+            num_uncached_there=num,
         )  # fmt: skip
         candidate = Candidate(
             "p/1", rnd.randint(0, 5_000), rnd.choice((0.0, 1e-5, 1e-4)), rnd.randint(0, 2_500)

@@ -5,7 +5,7 @@ In a process with Triton's interpreter the kernels, otherwise their definitions.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 import pytest
@@ -31,6 +31,7 @@ SHAPES = [DeltaShape(2, 1, 16, 32), DeltaShape(1, 2, 32, 16), DeltaShape(2, 3, 1
 WIDEST = 4
 BOUND = 4e-5
 NAN = float("nan")
+NONE: Mapping[int, tuple[int, int]] = {}
 
 
 @pytest.fixture(autouse=True)
@@ -68,14 +69,23 @@ class Net:
         )
         slots = torch.randperm(num_rows, generator=generator, device="cpu") + 1
         self.state_slot = torch.tensor([0, *slots.tolist()])
-        self.folded, self.seq_len = (torch.zeros_like(self.state_slot) for _ in range(2))
+        none = torch.zeros_like(self.state_slot)
+        self.folded, self.seq_len, self.snap_slot = none, none.clone(), none.clone()
         self.noise = noise
 
     def tokens(self, count: int) -> Tensor:
         return self.noise(count, self.shape.packed_width)
 
-    def prefill(self, parts: Sequence[tuple[int, Tensor]], padding: int = 0) -> list[Tensor]:
-        """A batch of chunks, each the next tokens of a row; returns their outputs."""
+    def prefill(
+        self,
+        parts: Sequence[tuple[int, Tensor]],
+        padding: int = 0,
+        snapshots: Mapping[int, tuple[int, int]] = NONE,
+    ) -> list[Tensor]:
+        """A batch of chunks, each the next tokens of a row; returns their outputs.
+
+        snapshots: by row, a number of tokens, and the row to whose slot their state goes.
+        """
         counts = [len(tokens) for _, tokens in parts]
         rows = torch.tensor([row for row, _ in parts])
         start = torch.tensor([0, *counts]).cumsum(0).int()
@@ -86,6 +96,8 @@ class Net:
             start,
             self.seq_len[rows].int(),
             self.state_slot[rows].int(),
+            torch.tensor([snapshots.get(row, (0, 0))[0] for row, _ in parts]).int(),
+            self.state_slot[[snapshots.get(row, (0, 0))[1] for row, _ in parts]].int(),
             torch.tensor(block_table(start.tolist(), len(packed)), dtype=torch.int32),
         )
         out = torch.full((len(packed), self.shape.value_width), NAN)
@@ -97,7 +109,9 @@ class Net:
         """A step with windows [n, width, packed_width]; returns [n, width, value_width]."""
         n, width, _ = windows.shape
         live = torch.tensor(rows)
-        columns = StateWindows(live, self.state_slot, self.folded, self.seq_len, width)
+        columns = StateWindows(
+            live, self.state_slot, self.folded, self.seq_len, self.snap_slot, width, 64
+        )
         out = delta_window(windows.flatten(0, 1), self.weights, self.state, columns)
         before = self.seq_len[live]
         self.folded[live] = before + 1 if width == 1 else before
@@ -212,6 +226,60 @@ def test_neither_cut_nor_company_changes_a_bit_of_a_prompt(shape: DeltaShape):
             check_same(mine[net.state_slot[row]], its[net.state_slot[1]])
 
 
+@pytest.mark.parametrize("shape", [SHAPES[1], *pairwise.more(SHAPES[0], SHAPES[2])], ids=str)
+def test_a_snapshot_is_the_state_of_a_prompt_that_ends_there(shape: DeltaShape) -> None:
+    """At a block's end in a chunk, at the chunk's own end, and in company."""
+    net = Net(shape, 8)
+    text, other = net.tokens(200), net.tokens(70)
+    net.prefill([(1, text[:64])], snapshots={1: (64, 3)})
+    net.prefill([(2, other), (1, text[64:])], padding=3, snapshots={1: (128, 4), 2: (64, 5)})
+    for row, (tokens, num) in {3: (text, 64), 4: (text, 128), 5: (other, 64)}.items():
+        for first, last in spans(range(0, num + 1, 64)):
+            net.prefill([(6, tokens[first:last])])
+        net.seq_len[6] = 0
+        for part in net.state[:2]:
+            check_same(part[net.state_slot[row]], part[net.state_slot[6]])
+    assert net.state.s[net.state_slot[7:]].isnan().all()
+    net.seq_len[4] = 128
+    resumed = net.prefill([(4, text[128:])])[0]
+    check_right(resumed, recurrence(net, text)[128:])
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], *pairwise.more(SHAPES[0], SHAPES[2])], ids=str)
+@pytest.mark.parametrize("start", [62, 63, 64])
+def test_a_fold_that_passes_a_line_of_the_grid_stores_the_state_there(
+    shape: DeltaShape, start: int
+) -> None:
+    """At any width and acceptance, of rows that have a slot for it; those beside it do not."""
+    ways = list(product((1, 2, 3), (1, 2), (1, 2, 3)))
+    ways = ways if pairwise.whole else ways[start % 5 :: 5]
+    rows, plain = range(1, len(ways) + 1), (2 * len(ways) + 1, 2 * len(ways) + 2)
+    net = Net(shape, plain[1])
+    texts = [net.tokens(start + 10) for _ in plain]
+    for row in rows[::2] if start == 63 else rows:
+        net.snap_slot[row] = net.state_slot[len(ways) + row]
+    net.prefill([(row, texts[row % 2][:start]) for row in [*rows, *plain]])
+    at = [start] * len(ways)
+    for step, width in enumerate((3, 2, 3, 1)):
+        accepted = [(*way, 1)[step] for way in ways]
+        windows = net.tokens(len(ways) * width).view(len(ways), width, -1)
+        for i, num in enumerate(accepted):
+            windows[i, :num] = texts[rows[i] % 2][at[i] : at[i] + num]
+            at[i] += num
+        net.decode(rows, windows, accepted)
+        for row in rows:
+            slot = net.state_slot[len(ways) + row]
+            is_passed = start < 64 <= int(net.folded[row]) and bool(net.snap_slot[row])
+            empty = [bool(part[slot].isnan().all()) for part in net.state[:2]]
+            assert empty == [not is_passed] * 2
+    for row, text in zip(plain, (texts[1], texts[0]), strict=True):
+        for i in range(start, 64):  # to the line
+            net.decode([row], text[None, i : i + 1], [1])
+    for row in rows if start < 64 else ():
+        for part in net.state[:2] if net.snap_slot[row] else ():
+            check_same(part[net.snap_slot[row]], part[net.state_slot[plain[1 - row % 2]]])
+
+
 def test_blocks_of_a_batch():
     requests, firsts = block_table([0, 130, 130, 131, 195], 200)
     assert requests == [0, 0, 0, 2, 3, 4, 4]
@@ -236,10 +304,10 @@ if not INTERPRETED:
         s, *raw = net.state
         state = DeltaState(s, *(each.bfloat16() for each in raw))
         packed, live = net.tokens(8).bfloat16(), torch.tensor([1, 2])
-        rows = StateWindows(live, net.state_slot, net.folded, net.seq_len, 4)
+        rows = StateWindows(live, net.state_slot, net.folded, net.seq_len, net.snap_slot, 4, 64)
         start, lengths = torch.tensor([0, 8]).int(), torch.tensor([8]).int()
         blocks = torch.tensor(block_table([0, 8], 8), dtype=torch.int32)
-        chunks = StateChunks(start, lengths, live[:1].int(), blocks)
+        chunks = StateChunks(start, lengths, live[:1].int(), lengths, lengths, blocks)
         out = packed.new_empty(8, net.shape.value_width)
         with compiling(kernels) as made:
             kernels.delta_window_triton(packed, weights, state, rows)

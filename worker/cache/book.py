@@ -3,39 +3,17 @@
 Invariants (tests.support.books asserts them):
     every page but 0 is in exactly one of: free, some Hold's private pages, the tree;
     num_reserved <= free + evictable, so a reserved page can always be bound for compute;
-    every slot but 0 is free, or some Hold's.
+    every slot but 0 is free, or some Hold's; see Snapshots of those behind them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
+from worker.cache.hold import Hold as Hold
 from worker.cache.pages import PageAllocator
-from worker.cache.prefix import MANY, Node, PrefixTree
+from worker.cache.prefix import MANY, PrefixTree
+from worker.cache.snapshots import Snapshots
+from worker.config.checkpoint.delta_shape import snapshot_grid
 from worker.errors import OutOfPages
-
-
-@dataclass(slots=True, eq=False)
-class Hold:
-    """What one request holds. Filled by PageBook only.
-
-    pages[i] holds tokens [i * page_size, (i + 1) * page_size) of the request's sequence; entries
-    never change while the request runs, because device tables are never rewritten. But those of
-    pages that were given back as nobody reads them again are 0; see PageBook.trim.
-    """
-
-    # Of pages that were in the tree as the hold was opened, or are by `commit`. It has a lock on
-    # those from index num_trimmed on.
-    nodes: list[Node]
-    num_matched: int  # tokens found in the tree when the hold was opened
-    num_slots: int  # tokens that `pages` can store
-    pages: list[int] = field(default_factory=list)
-    private: set[int] = field(default_factory=set)
-    num_reserved: int = 0  # pages promised, not bound yet
-    slot: int = 0  # of its state, where layers are recurrent; 0 = none
-    salt: str = ""  # of the prefixes that it matches and leaves behind
-    num_trimmed: int = 0  # its first pages, which nobody reads again
-    keep_from: int = MANY  # index of a page; it and those behind it are not trimmed
-    num_wanted: int = 0  # pages of the tokens that it was opened for
 
 
 class PageBook:
@@ -48,10 +26,14 @@ class PageBook:
         *,
         prefix_cache: bool = True,
         num_slots: int = 0,
+        num_snapshots: int = 0,
         span: int = 0,
         step_tokens: int = 0,
     ) -> None:
-        """span: see PrefixTree. step_tokens: of a prompt, in a step at most; with a span only."""
+        """span: see PrefixTree. step_tokens: of a prompt, in a step at most; with a span only.
+
+        num_snapshots: slots of theirs, behind the num_slots of requests and slot 0.
+        """
         self.page_size, self.span = page_size, span
         # That can be handed out at all: all but the first.
         self.num_pages, self.num_slots = num_pages - 1, max(0, num_slots - 1)
@@ -63,7 +45,9 @@ class PageBook:
         self._allocator = PageAllocator(num_pages)
         # A freed slot cools as a page does: a pull may be what fills it next.
         self._slots = PageAllocator(num_slots) if num_slots else None
-        self.tree = PrefixTree(page_size, span)  # changed by the book alone
+        slots = range(num_slots, num_slots + num_snapshots * (prefix_cache and not span))
+        self.snapshots = Snapshots(slots, snapshot_grid(page_size), page_size)
+        self.tree = PrefixTree(page_size, span, self.snapshots.drop)  # changed by the book alone
 
     def launched(self, step: int) -> None:
         """See PageAllocator.launched."""
@@ -76,6 +60,8 @@ class PageBook:
         self._allocator.settled(step)
         if self._slots is not None:
             self._slots.settled(step)
+        if self.snapshots.closing:
+            self.close(self.snapshots.closing.pop())
 
     @property
     def num_free_slots(self) -> int:
@@ -185,6 +171,7 @@ class PageBook:
         self.tree.unlock(hold.nodes[first:])
         hold.nodes = nodes
         hold.private -= set(pages) - set(refused)
+        self.snapshots.keep(hold)
 
     def trim(self, hold: Hold, num_tokens: int, tokens: Sequence[int] = ()) -> None:
         """Give back the pages that nobody reads once KV of `num_tokens` tokens is there and final.
@@ -229,12 +216,22 @@ class PageBook:
         self._allocator.free(self.tree.evict(self.tree.num_pages))
 
     def close(self, hold: Hold) -> None:
-        """Give everything back. No pull into its pages may be running."""
+        """Give everything back. No pull into its pages may be running.
+
+        If a copy that is queued reads what it holds, that goes when a later step settles.
+        """
+        if hold.slot and hold.slot in self.snapshots.copies.values():
+            self.snapshots.closing.append(hold)
+            return
         self.tree.unlock(hold.nodes[hold.num_trimmed :])
         self._allocator.free(hold.private)
+        self.snapshots.close(hold)
         if self._slots is not None and hold.slot:
             self._slots.free([hold.slot])
         self.num_reserved -= hold.num_reserved
         self.num_holds -= 1
         hold.nodes, hold.num_reserved, hold.slot = [], 0, 0
         hold.pages, hold.num_slots, hold.private, hold.num_trimmed = [], 0, set(), 0
+        waiting, self.snapshots.closing = self.snapshots.closing, []
+        for other in waiting:
+            self.close(other)

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,8 +23,13 @@ class KVPool:
     """
 
     def __init__(
-        self, layout: KVLayout, num_pages: int, device: torch.device, num_slots: int = 0
+        self,
+        layout: KVLayout,
+        num_pages: int,
+        device: torch.device,
+        slots: tuple[int, int] = (0, 0),
     ) -> None:
+        """slots: of states of requests, the sink included; of snapshots, behind them."""
         if num_pages < 2:
             text = f"num_pages must be at least 2 (page 0 is a sink), not {num_pages}"
             raise UserError(text, "num_pages")
@@ -32,15 +38,20 @@ class KVPool:
         self.device = torch.device(device)
         self._layers: dict[str, list[tuple[Tensor, ...]]] = {}
         self._memory: list[MemoryRegion] = []
+        self._pages: list[Tensor] = []  # of each region [num_groups, num_pages, group_bytes] u8
         for region in layout.regions:
             raw = self._allocate(region.name, num_pages * region.page_bytes)
+            self._pages.append(raw.view(region.num_groups, num_pages, -1))
             self._layers[region.name] = _layer_views(raw, region, num_pages)
         # Of each layer with a state, see _state_views.
         self.states: list[tuple[Tensor, Tensor]] = []
-        self.num_slots = num_slots
+        self.num_slots, self.num_snapshots = slots
+        self._slots: Tensor | None = None  # [slots of both, slot_bytes] u8
         if layout.state is not None:
+            num_slots = sum(slots)
             raw = self._allocate(STATE, num_slots * layout.state.slot_bytes)
             self.states = _state_views(raw, layout.state, num_slots)
+            self._slots = raw.view(num_slots, -1)
 
     def _allocate(self, name: str, num_bytes: int) -> Tensor:
         if self.device.type == "cpu":
@@ -79,6 +90,15 @@ class KVPool:
             found += (part, exponents_of(part)) if part.dtype == E4M3 else (part,)
         return found
 
+    def copy(self, slots: Sequence[tuple[int, int]], pages: Sequence[tuple[int, int]]) -> None:
+        """Copy whole states and pages (from, to), in this order, on the current stream."""
+        for source, target in slots:
+            assert self._slots is not None
+            self._slots[target].copy_(self._slots[source])
+        for source, target in pages:
+            for groups in self._pages:
+                groups[:, target].copy_(groups[:, source])
+
     def memory(self) -> tuple[MemoryRegion, ...]:
         """The allocations, in the layout's order, then the state's; valid until `close`."""
         return tuple(self._memory)
@@ -87,6 +107,8 @@ class KVPool:
         """Give the memory back; it is freed when the last view of it is gone. Idempotent."""
         self._layers.clear()
         self.states.clear()
+        self._slots = None
+        self._pages.clear()
         for region in self._memory:
             if region.fd is not None:
                 os.close(region.fd)

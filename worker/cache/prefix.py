@@ -12,7 +12,7 @@ page may go although nodes below it stay: its node is *empty*, and is passed thr
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 Key = tuple[int | str, ...]
@@ -33,6 +33,7 @@ class Node:
     children: dict[Key, Node] = field(default_factory=dict)
     num_locks: int = 0
     used_at: int = 0
+    state: int = 0  # slot of the snapshot of its prefix, where layers are recurrent; 0: none
     is_offered: bool = False  # has an entry in the tree's queue
 
     def path(self) -> list[Node]:
@@ -51,9 +52,12 @@ class PrefixTree:
     span: so many tokens before its end are read of a text, the newest one included; 0: all.
     """
 
-    def __init__(self, page_size: int, span: int = 0) -> None:
+    def __init__(
+        self, page_size: int, span: int = 0, gone: Callable[[Node], None] = lambda node: None
+    ) -> None:
+        """gone: called with a node whose page was evicted."""
         assert span != 1, "an empty leaf would match"
-        self.page_size, self.span = page_size, span
+        self.page_size, self.span, self._gone = page_size, span, gone
         self.root = Node(page=0, num_locks=1)
         self.num_pages = 0
         self.num_evictable = 0  # pages of nodes without a lock
@@ -166,6 +170,7 @@ class PrefixTree:
                 continue
             pages.append(node.page)
             node.page = 0
+            self._gone(node)
             while node.parent is not None and not node.page and not node.children:
                 parent, node.parent = node.parent, None
                 del parent.children[node.key]

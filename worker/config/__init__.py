@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from worker.config.engine import PLANNED_ON_HOST, Auto, EngineConfig, Section
 from worker.config.engine import AttentionConfig as AttentionConfig
@@ -109,7 +116,7 @@ class ModelConfig(Section):
 
 
 class KVConfig(Section):
-    """What both roles must agree on: it is part of the KV layout's hash."""
+    """What both roles must agree on: all but `snapshots` is part of the KV layout's hash."""
 
     page_size: Auto | PositiveInt = "auto"
     """Tokens of a KV page; auto: 16 on CPU, 64 on CUDA."""
@@ -123,6 +130,9 @@ class KVConfig(Section):
     """Layer groups of the KV. A number: every step announces them one by one. auto: 1 on CPU; on
     CUDA the largest number up to 4 that divides the layers, and steps announce them one by one
     where that pays."""
+    snapshots: Auto | NonNegativeInt = "auto"
+    """Where layers are recurrent, states of prefixes that are kept, from which prompts that begin
+    alike go on; 0: none, each prompt is computed whole. auto: half of engine.state_slots."""
 
 
 class TransportConfig(Section):
@@ -245,7 +255,7 @@ class WorkerConfig(Section):
         self, machine: Machine, *, model_max_len: int, model_dtype: str, note: Note = log_choice
     ) -> "WorkerConfig":
         """A new tree without `auto`, except for what depends on layout and model: num_pages,
-        num_groups, penalty_rows, state_slots, and on CUDA max_num_reqs. Idempotent.
+        num_groups, snapshots, penalty_rows, state_slots, and on CUDA max_num_reqs. Idempotent.
 
         model_max_len and model_dtype are the checkpoint's; note is called with every choice. Raises
         UserError if the model has fewer positions than max_model_len, or a collective needs GPUs.

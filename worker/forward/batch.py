@@ -61,7 +61,10 @@ class StateWindows(NamedTuple):
     state_slot: Tensor  # [num_rows + 1] i64
     folded: Tensor  # [num_rows + 1] i64; tokens that are in the slot's state
     seq_len: Tensor  # [num_rows + 1] i64; those and the accepted ones behind, which the ring has
+    # [num_rows + 1] i64; a slot for the state at a multiple of `grid` that a step passes; 0: none
+    snap_slot: Tensor
     width: int
+    grid: int  # more than twice the widest window
 
 
 class StateChunks(NamedTuple):
@@ -70,6 +73,9 @@ class StateChunks(NamedTuple):
     query_start: Tensor  # [n + 1] i32
     seq_lens: Tensor  # [n] i32; with the chunk
     slots: Tensor  # [n] i32; of the requests' states
+    # [n] i32: a state that is stored as well, if the chunk passes or reaches it: a multiple of 64
+    snap_lens: Tensor  # after so many tokens of the request; 0: none
+    snap_slots: Tensor  # where
     # [2, at least all blocks] i32: request (n: none) and first token of the batch's blocks
     blocks: Tensor
 

@@ -147,6 +147,9 @@ class WorkerMetrics(Families):
     prompt_tokens = counter("prompt_tokens_computed", "Prompt tokens computed here")
     queried_tokens = counter("prompt_tokens_queried", "Prompt tokens looked up in the prefix tree")
     cached_tokens = counter("prompt_tokens_cached", "Prompt tokens found in the prefix tree")
+    recomputed_tokens = counter(
+        "prompt_tokens_recomputed", "Prompt tokens found, and computed again from a snapshot"
+    )
     generated_tokens = counter("generation_tokens", "Output tokens drawn here")
     steps = counter("engine_steps", "Steps settled, by how they were launched", "kind", "path")
     eager_steps = counter("engine_eager_steps", "Steps without a graph, by why", "kind", "reason")

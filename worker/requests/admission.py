@@ -75,6 +75,7 @@ class Admission:
             now + message.timeout_s + DEADLINE_GRACE_S,
             message.candidates,
             is_sibling=bool(message.after),
+            leads=message.leads,
             timeline=Timeline(now, spans),
             claim_key=message.key,
             salt=message.salt,
@@ -97,10 +98,20 @@ class Admission:
         grammar = message.sampling.grammar
         return bool(grammar) and not self.grammars.ready(grammar)
 
-    def place(self, req: Req) -> None:
-        """Get the prompt's missing KV, if any: pull it, or prefill here."""
-        num_uncached = len(req.tokens) - 1 - req.num_computed_tokens
+    def place(self, req: Req, leader: Req | None = None) -> None:
+        """Get the prompt's missing KV, if any: pull it, or prefill here.
+
+        leader: the choice that has come first.
+        """
+        assert req.hold is not None
+        if leader is not None and self._queues.fork(req, leader):
+            self._engine.metrics.placed("none").inc()
+            self.queue_for_row(req)
+            return
+        num_stored, snapshots = len(req.tokens) - 1, self._engine.book.snapshots
+        num_uncached = num_stored - snapshots.resumable(req.hold, num_stored)
         if num_uncached == 0:
+            snapshots.resume(req.hold, num_stored)
             self._engine.metrics.placed("none").inc()
             self.queue_for_row(req)
             return
@@ -111,6 +122,8 @@ class Admission:
         candidates = peers.eligible(req.candidates)
         inputs = PlacementInputs(
             num_uncached_tokens=num_uncached,
+            num_missing_tokens=num_stored - req.num_computed_tokens,
+            num_uncached_there=num_stored if req.hold.slot else num_uncached,
             num_running=len(self._queues.running),
             num_queued_tokens=sum(
                 len(other.tokens) - 1 - other.num_planned_tokens for other in self._queues.local
@@ -124,23 +137,30 @@ class Admission:
             },
         )
         asked = to_ask(inputs, candidates, self._engine.config.disaggregation)
-        # A sibling has matched the first choice's whole pages, and less than a page is missing.
-        if req.is_sibling and num_uncached < self._engine.book.page_size:
+        # A sibling has matched the first choice's whole pages, and less than a page is missing; or
+        # than what lies between snapshots.
+        grain = snapshots.grid if req.hold.slot else self._engine.book.page_size
+        if req.is_sibling and num_uncached < grain:
             asked = []
         if not asked:
             self._tell_of_slow_roads(inputs, candidates)
             self.place_locally(req, "local" if candidates else "alone")
         elif self._inbound.start(req, asked, now):
+            if req.hold.slot and len(req.tokens) == req.num_prompt_tokens:
+                req.num_cached_tokens = 0  # what is computed there is said with the KV
             self._engine.metrics.placed("remote").inc()
         else:
             self.place_locally(req, "alone")
 
     def place_locally(self, req: Req, why: str) -> None:
         """Prefill the rest here; `why`, for the metric: "local" (cheaper), "alone", "fallback"."""
-        self._engine.metrics.placed(why).inc()
-        cached = req.num_computed_tokens
-        req.timeline.prefilled_here(time.monotonic(), self._me, why, cached)
+        assert req.hold is not None
+        metrics = self._engine.metrics
+        metrics.placed(why).inc()
         self._queues.prefill_locally(req)
+        cached = req.num_planned_tokens
+        metrics.recomputed_tokens.inc(max(0, req.hold.num_matched - cached))
+        req.timeline.prefilled_here(time.monotonic(), self._me, why, cached)
 
     def _tell_of_slow_roads(self, inputs: PlacementInputs, candidates: list[Candidate]) -> None:
         """Warn where a prefill worker computes KV faster than the link to it moves KV."""
@@ -200,7 +220,7 @@ class Admission:
 class PlacementInputs:
     """Numbers of the request and of this worker from which both costs are estimated."""
 
-    num_uncached_tokens: int  # tokens to prefill
+    num_uncached_tokens: int  # tokens to prefill here
     num_running: int  # decode rows that a local prefill would stall
     s_per_token: float  # of local prefill; 0 = not measured yet
     kv_bytes_per_token: int
@@ -208,6 +228,8 @@ class PlacementInputs:
     num_queued_tokens: int = 0  # of prompts that wait to be prefilled here
     state_bytes: int = 0  # of a request, where layers are recurrent
     span: int = 0  # so many tokens are pulled at most; 0: all
+    num_missing_tokens: int = 0  # whose KV is not here, and would be pulled
+    num_uncached_there: int = 0  # tokens to prefill at a worker that has found none
 
 
 def to_ask(
@@ -227,11 +249,11 @@ def to_ask(
     s_per_token = inputs.s_per_token or min(measured, default=0.0)
     if config.mode == "always" or s_per_token == 0:
         return candidates
-    num_pulled = min(inputs.num_uncached_tokens, inputs.span or inputs.num_uncached_tokens)
+    num_pulled = min(inputs.num_missing_tokens, inputs.span or inputs.num_missing_tokens)
     num_bytes = num_pulled * inputs.kv_bytes_per_token + inputs.state_bytes
 
     def remote_s(candidate: Candidate) -> float:
-        num_uncached = max(0, inputs.num_uncached_tokens - candidate.num_cached_tokens)
+        num_uncached = max(0, inputs.num_uncached_there - candidate.num_cached_tokens)
         rate = candidate.prefill_s_per_token or s_per_token
         compute_s = (candidate.num_queued_tokens + num_uncached) * rate
         pull_s = num_bytes / max(1.0, inputs.pull_bytes_per_s[candidate.peer])

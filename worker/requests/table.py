@@ -80,7 +80,8 @@ class Requests:
         self.reqs[key] = req
         if req.claim_key:
             self.kept.begin(req)
-        self.admission.place(req)
+        same = (x for x in self.reqs.values() if (x.req_id, x.router) == (message.after, router))
+        self.admission.place(req, next(same, None) if message.after else None)
 
     def claim(self, router: PeerId, message: Claim, now: float) -> None:
         """Hand a request with a key, or its complete answer, to whoever asks for it now."""

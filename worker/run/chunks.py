@@ -38,6 +38,7 @@ def run_chunks(
     be used.
     """
     loaded, state = graphs.loaded, graphs.loaded.state
+    loaded.pool.copy(plan.copies, plan.page_copies)
     with nullcontext() if groups is None else groups.released_on_error():
         batch = loaded.buffers.chunks(plan, shape.num_tokens, fixed_shape=shape.fixed)
         hidden, path = graphs.chunks.launch(batch, None if groups is None else groups.on_layer)

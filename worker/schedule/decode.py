@@ -81,6 +81,7 @@ class DecodeScheduler:
         for req, result in zip(sampled, drawn, strict=True):
             req.num_in_flight -= 1
             req.num_slots_in_flight -= width
+            req.num_folded = len(req.tokens) - (1 if width > 1 else 0)
             if req.phase is Phase.FINISHED:
                 continue
             num = len(result.tokens)
@@ -125,6 +126,8 @@ class DecodeScheduler:
                     return None
                 continue
             chosen.append(req)
+            if req.hold.slot:
+                self._snapshot(req, bound, width)
             # An active row has KV of less than max_len tokens, whatever the host's bound is.
             lengths.append((bound if bound < req.max_len else req.max_len - 1) + width)
         return self._launch(InFlight(chosen, [], width), lengths) if chosen else None
@@ -139,6 +142,7 @@ class DecodeScheduler:
         self._book.launched(self.step)
         draws = {req.draw for req in launched.sampled}
         chunks = tuple(chunk for _, chunk in launched.computed)
+        snapshots = self._book.snapshots
         return Plan(
             self.step,
             *self.queues.rows.drain(),
@@ -155,7 +159,21 @@ class DecodeScheduler:
                 (req.sampling.prompt_logprobs for req, chunk in launched.computed if chunk.scored),
                 default=-1,
             ),
+            snapshots=self.queues.rows.drain_snapshots(),
+            **(snapshots.drain() if snapshots.copies else {}),
         )
+
+    def _snapshot(self, req: Req, bound: int, width: int) -> None:
+        """Give a row a slot for snapshots before it can pass a line of the grid.
+
+        bound: of its KV before this step. A step folds what came before its window, and a window of
+        one token with it.
+        """
+        assert req.hold is not None
+        snapshots, req.num_folded_ub = self._book.snapshots, bound + (width == 1)
+        left = snapshots.grid - bound % snapshots.grid
+        if left <= 2 * self.widths.max_width and (slot := snapshots.store_of_row(req.hold, bound)):
+            self.queues.rows.snapshots.append((req.row, slot))
 
     def _bind(self, req: Req, bound: int, width: int, ahead: int) -> bool:
         """Bind pages for a window and `ahead` slots behind it; at width 1 preempt requests for it.

@@ -59,9 +59,16 @@ class PrefillScheduler:
         )
         if hold is None:
             return None
-        num = hold.num_matched
+        num = self.book.snapshots.resume(hold, num_stored - 1)
         req = PrefillReq(
-            tokens, hold, asked.link_bytes_per_s, asked.sampling, asked.num_prompt_tokens, num, num
+            tokens,
+            hold,
+            asked.link_bytes_per_s,
+            asked.sampling,
+            asked.num_prompt_tokens,
+            num,
+            num,
+            num,
         )
         if num < req.num_target_tokens:
             self.waiting.append(req)
@@ -85,13 +92,18 @@ class PrefillScheduler:
             end = chunk_end(start, budget, req.num_target_tokens, self._limits.grain)
             if end == start:
                 break  # less is left of the step than a chunk needs
+            stored = self.book.snapshots.store(req.hold, start, end, req.num_target_tokens)
+            end = stored.end
             if not req.row:
                 req.row, req.started_at = self.rows.take(), now
             self.book.bind(req.hold, end)  # reserved at admission: cannot fail
             self.rows.queue_pages(req)
             draws = req.sampling is not None and end == req.num_target_tokens
-            tokens = req.tokens[start:end]
-            launched.append((req, Chunk(req.row, start, tokens, draws, req.hold.slot)))
+            chunk = Chunk(
+                req.row, start, req.tokens[start:end], draws, req.hold.slot,
+                store_from=req.hold.num_matched, snapshot=(stored.at, stored.slot),
+            )  # fmt: skip
+            launched.append((req, chunk))
             req.num_planned_tokens = end
             if end == req.num_target_tokens:
                 self.waiting.remove(req)
@@ -113,6 +125,7 @@ class PrefillScheduler:
             tail=tail_of(start.sampling for start in starts),
             max_seq_len_ub=max(req.num_planned_tokens for req, _ in launched),
             num_keys=sum(req.num_planned_tokens for req, _ in launched),
+            **(self.book.snapshots.drain() if self.book.snapshots.copies else {}),
         )
 
     def settle(self, step: int, drawn: Sequence[Drawn]) -> list[PrefillReq]:
@@ -141,7 +154,7 @@ class PrefillScheduler:
         for req in reqs:
             self.book.trim(req.hold, req.num_computed_tokens, req.tokens)
             if not self.book.span or req.num_computed_tokens == req.num_target_tokens:
-                self.book.commit(req.hold, req.tokens[: req.num_computed_tokens])
+                self.book.commit(req.hold, req.tokens[: req.num_stored_tokens])
 
     def drop(self, req: PrefillReq) -> None:
         """Forget a request at any stage and free its pages; a second call does nothing.

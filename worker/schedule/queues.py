@@ -81,7 +81,7 @@ class DecodeQueues:
         if new:
             self._arrivals += 1
             req.arrival = self._arrivals
-            req.num_cached_tokens = hold.num_matched
+            req.num_cached_tokens = self.book.snapshots.resumable(hold, most)
         else:
             self.preempted.remove(req)
         req.hold, req.num_table_pages = hold, 0
@@ -90,10 +90,35 @@ class DecodeQueues:
         return True
 
     def prefill_locally(self, req: Req) -> None:
-        """Queue the rest of the prompt; KV of tokens[: num_computed_tokens] is here."""
+        """Queue the rest of the prompt; KV of tokens[: num_computed_tokens] is here.
+
+        Where layers are recurrent, what lies behind the deepest snapshot is computed.
+        """
+        assert req.hold is not None
         req.num_planned_tokens = req.num_computed_tokens
+        if req.hold.slot:
+            req.num_planned_tokens = self.book.snapshots.resume(req.hold, len(req.tokens) - 1)
+            if len(req.tokens) == req.num_prompt_tokens:
+                req.num_cached_tokens = req.num_planned_tokens
         req.phase = Phase.LOCAL
         self.local.append(req)
+
+    def fork(self, req: Req, leader: Req) -> bool:
+        """Have KV and state of a prompt copied from another choice of it; False: it has run on."""
+        if (
+            leader.phase is not Phase.READY
+            or leader.tokens != req.tokens
+            or leader.salt != req.salt
+        ):
+            return False
+        assert leader.hold is not None
+        assert req.hold is not None
+        num_stored = len(req.tokens) - 1
+        if not req.hold.slot or req.hold.num_matched + self.book.page_size <= num_stored:
+            return False
+        self.book.bind(req.hold, num_stored)  # reserved at admission: cannot fail
+        self.book.snapshots.fork(leader.hold, req.hold)
+        return True
 
     def make_ready(self, req: Req) -> None:
         """Enter KV of tokens[:-1], which is final, into the tree; queue `req` for a row."""
@@ -137,13 +162,18 @@ class DecodeQueues:
                     continue
                 self.on_row(req, now)
                 self.rows.enter(req, now, active=False)
+            end, *snapshot = self.book.snapshots.store(req.hold, start, end, len(req.tokens))
             last = end == len(req.tokens)
             # As in `start_ready`, with the slot of the token to be drawn, for a drafter.
             self.book.bind(req.hold, end + last)
             self.rows.queue_pages(req)
             tokens = tuple(req.tokens[start:end])
             scored = req.to_score(start, end)
-            computed.append((req, Chunk(req.row, start, tokens, last, req.hold.slot, scored)))
+            chunk = Chunk(
+                req.row, start, tokens, last, req.hold.slot, scored, req.hold.num_matched,
+                (snapshot[0], snapshot[1]),
+            )  # fmt: skip
+            computed.append((req, chunk))
             req.num_planned_tokens = end
             budget -= end - start
             if last:
@@ -188,6 +218,7 @@ class DecodeQueues:
             self.rows.release(req.row)
             req.row = 0
         if req.hold is not None:
+            self.book.snapshots.leave_row(req.hold, req.num_folded, req.num_folded_ub)
             self.book.commit(req.hold, req.tokens[: req.num_computed_tokens])
             self.book.close(req.hold)
             req.hold = None

@@ -70,8 +70,13 @@ class Req:
     num_in_flight: int = 0  # launched steps that draw for it and have not settled
     num_scored_tokens: int = 0  # of the prompt: up to here logprobs are planned, if it wants them
     num_slots_in_flight: int = 0  # tokens that these steps may add: the sum of their widths
+    # Where layers are recurrent: tokens of its state after the last step that has settled, and at
+    # most after the last one launched.
+    num_folded: int = 0
+    num_folded_ub: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in a prefix tree
     is_sibling: bool = False  # a further choice (n > 1), sent with Generate.after
+    leads: bool = False  # `Generate.leads`
     matcher: "Matcher | None" = None  # of its grammar; None = free text
     timeline: Timeline = field(default_factory=Timeline)
     claim_key: str = ""  # `Generate.key`
@@ -118,6 +123,7 @@ class PrefillReq:
     num_prompt_tokens: int  # with `sampling`: how many of `tokens` are prompt, not output
     num_computed_tokens: int  # settled
     num_planned_tokens: int  # launched
+    num_cached_tokens: int = 0  # from where on it is computed
     row: int = 0
     num_table_pages: int = 0
     num_announced_pages: int = 0  # decode had them, or they are settled and announced whole
@@ -132,6 +138,11 @@ class PrefillReq:
     def num_target_tokens(self) -> int:
         """Tokens whose KV is to be computed."""
         return len(self.tokens) - (self.sampling is None)
+
+    @property
+    def num_stored_tokens(self) -> int:
+        """Tokens whose KV is there. It may be deeper than the state from which it is computed."""
+        return max(self.num_computed_tokens, self.hold.num_matched)
 
     @property
     def awaits_token(self) -> bool:

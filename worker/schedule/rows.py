@@ -24,6 +24,7 @@ class RowTable:
         self._releases: list[int] = []
         self._starts: list[RowStart] = []
         self._pages: list[RowPages] = []
+        self.snapshots: list[tuple[int, int]] = []  # see Plan.snapshots
 
     @property
     def num_free(self) -> int:
@@ -75,10 +76,16 @@ class RowTable:
         """Free a row and drop its changes that no plan has carried yet."""
         self._starts = [start for start in self._starts if start.row != row]
         self._pages = [pages for pages in self._pages if pages.row != row]
+        self.snapshots = [pair for pair in self.snapshots if pair[0] != row]
         self._releases.append(row)
         if row in self._slot_of:
             self._free_slots.append(self._slot_of.pop(row))
         heapq.heappush(self._free, row)
+
+    def drain_snapshots(self) -> tuple[tuple[int, int], ...]:
+        """Return the queued slots of snapshots, and clear the queue."""
+        queued, self.snapshots = tuple(self.snapshots), []
+        return queued
 
     def drain(self) -> tuple[tuple[int, ...], tuple[RowStart, ...], tuple[RowPages, ...]]:
         """Return the queued releases, starts and pages, and clear the queues."""

@@ -120,9 +120,9 @@ def _book(config: WorkerConfig, shape: ModelShape, pool: KVPool) -> PageBook:
     return PageBook(
         pool.num_pages,
         int(config.kv.page_size),
-        # Cached pages have no state, so prompts of recurrent layers are computed from their start.
-        prefix_cache=config.engine.prefix_cache and not pool.num_slots,
+        prefix_cache=config.engine.prefix_cache,
         num_slots=pool.num_slots,
+        num_snapshots=pool.num_snapshots,
         # Drafters with weights have keys in the pages too, and see all of them.
         span=0 if config.spec.has_weights else shape.span,
         step_tokens=max(int(config.engine.max_prefill_tokens), shape.grain),
@@ -194,6 +194,9 @@ def _check_layers(config: WorkerConfig, shape: ModelShape) -> None:
         if int(config.engine.max_prefill_tokens) < kind.grain:
             param = "engine.max_prefill_tokens"
             raise UserError(f"{param} must be at least {kind.grain} for {kind.people}", param)
+        if kind.grain > 1 and int(config.kv.page_size) == 1 and config.engine.prefix_cache:
+            text = f"kv.page_size must be at least 2 for {kind.people} with engine.prefix_cache"
+            raise UserError(text, "kv.page_size")
         untraced += [kind.people] * (not kind.is_traced)
     if untraced and config.engine.graph.prefill == "compiled":
         param = "engine.graph.prefill"
@@ -238,6 +241,7 @@ def _metrics(
     if book.num_slots:
         metrics.slots("free").set_function(lambda: book.num_free_slots)
         metrics.slots("used").set_function(lambda: book.num_slots - book.num_free_slots)
+        metrics.slots("snapshot").set_function(lambda: book.snapshots.num_used)
     for check in checks:
         for path, took_ms in (("graph", check.graph_ms), ("eager", check.eager_ms)):
             metrics.bucket_seconds(check.kind, check.name, path).set(took_ms / 1e3)

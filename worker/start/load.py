@@ -36,10 +36,12 @@ from worker.start.memory import (
     memory_of,
     num_pages,
     num_slots,
+    num_snapshots,
     with_max_num_reqs,
     with_penalty_rows,
 )
 from worker.step.buffers import BatchBuffers, BatchShape
+from worker.step.chunk_rows import NOT_STORED
 from worker.step.state import StateShape, StepState, Windows
 from worker.weights.formats import format_of
 from worker.weights.loader import Loadable
@@ -99,13 +101,15 @@ def load(start: Start, kept: Kept | None = None) -> Loaded:
             weights.model.tap((), 0)  # drop that run's taps
         ended_at["largest steps"] = time.monotonic()
         slots = num_slots(config, layout)
-        slot_bytes = 0 if layout.state is None else slots * layout.state.slot_bytes
+        snapshots = num_snapshots(config, layout, slots)
+        all_slots = slots + snapshots
+        slot_bytes = 0 if layout.state is None else all_slots * layout.state.slot_bytes
         pages = num_pages(config, layout, memory, reserve_bytes + slot_bytes)
         pages = rank_group.minimum(pages)
         config = fit(config, start.configured_len, pages)
         with explain_shortage("allocating the KV pool and the graphs"):
-            pool = KVPool(layout, pages, device, slots) if kept is None else kept.pool
-            log.info("KV pool: %s; %s", holds(config, pages, slots), layout.describe())
+            pool = KVPool(layout, pages, device, (slots, snapshots)) if kept is None else kept.pool
+            log.info("KV pool: %s; %s", holds(config, pages, slots, snapshots), layout.describe())
             ended_at["pool"] = time.monotonic()
             with memory.taking(reserve_bytes):
                 graphs = build_graphs(_assemble(config, pool, *models))
@@ -199,7 +203,8 @@ def _assemble(
         recurrent=model.is_recurrent,
     )
     buffers = BatchBuffers(state, batches)
-    model.pad_below(page_size)
+    # Tokens with a state may be computed without storing their KV; see chunk_rows.NOT_STORED.
+    model.pad_below(NOT_STORED if model.is_recurrent else page_size)
     model.keep(pool, int(engine.max_num_reqs), max_width)
     return LoadedModel(
         model,
@@ -224,15 +229,15 @@ def run_largest_steps(
 
     Returns the captured graphs: the caller counts their memory before it drops them.
     """
-    pool = KVPool(layout, 2, torch.device(config.engine.device), num_slots=1)
+    pool = KVPool(layout, 2, torch.device(config.engine.device), (1, 0))
     graphs = build_graphs(_assemble(config, pool, model, drafter))
     graphs.run_largest_steps()
     pool.close()
     return graphs
 
 
-def holds(config: WorkerConfig, pages: int, slots: int) -> str:
+def holds(config: WorkerConfig, pages: int, slots: int, snapshots: int = 0) -> str:
     """The tokens and requests that a pool holds, in words; page 0 and slot 0 are nobody's."""
     longest, tokens = int(config.model.max_model_len), (pages - 1) * int(config.kv.page_size)
     size = f"{tokens:,} tokens, {tokens // longest:,} requests of {longest:,}"
-    return size + (f", {slots - 1:,} states" if slots else "")
+    return size + (f", {slots - 1:,} states, {snapshots:,} snapshots" if slots else "")

@@ -269,6 +269,14 @@ def num_slots(config: WorkerConfig, layout: KVLayout) -> int:
     return 1 + int(config.engine.max_num_reqs if slots == "auto" else slots)
 
 
+def num_snapshots(config: WorkerConfig, layout: KVLayout, slots: int) -> int:
+    """Slots of snapshots behind `slots` of requests, the sink included."""
+    if not slots or not config.engine.prefix_cache:
+        return 0
+    snapshots = config.kv.snapshots
+    return slots // 2 if snapshots == "auto" else snapshots
+
+
 def reqs_held(config: WorkerConfig, num_bytes: int, layout: KVLayout) -> int:
     """How many requests of ROW_TOKENS the bytes hold, within the bounds of auto.
 
@@ -276,7 +284,8 @@ def reqs_held(config: WorkerConfig, num_bytes: int, layout: KVLayout) -> int:
     """
     num_tokens = min(ROW_TOKENS, int(config.model.max_model_len))
     row_bytes = -(-num_tokens // int(config.kv.page_size)) * layout.page_bytes
-    row_bytes += 0 if layout.state is None else layout.state.slot_bytes
+    if layout.state is not None:  # and of as many snapshots as auto makes
+        row_bytes += layout.state.slot_bytes * 3 // 2
     held = num_bytes // row_bytes // 16 * 16  # as sizes of large decode graphs are
     return max(MIN_AUTO_REQS, min(MAX_AUTO_REQS, held))
 

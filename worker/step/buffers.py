@@ -69,6 +69,8 @@ class _Lengths(NamedTuple):
     query_start: Tensor  # [num_reqs + 1]
     seq_lens: Tensor  # [num_reqs]
     state_slots: Tensor  # [num_reqs]
+    snap_lens: Tensor  # [num_reqs]
+    snap_slots: Tensor  # [num_reqs]
 
 
 class BatchShape(NamedTuple):
@@ -166,7 +168,7 @@ class BatchBuffers:
     def blank_chunk(self, num_tokens: int) -> Batch:
         """Build a batch of one prompt, all padding (KV goes to page 0), for warm-up and capture."""
         self._chunk[:, :num_tokens].zero_()
-        host = [0, num_tokens], [num_tokens], [0]
+        host = [0, num_tokens], [num_tokens], [0], [0], [0]
         lengths = _Lengths(*(self._state.upload(values, torch.int32) for values in host))
         num_pages = -(-num_tokens // self._page_size)
         return self._of_chunks(
@@ -188,7 +190,7 @@ class BatchBuffers:
         all_hidden: bool = False,
         **rest: Any,
     ) -> Batch:
-        query_start, seq_lens, _ = lengths
+        query_start, seq_lens = lengths[:2]
         states = None if blocks is None else StateChunks(*lengths, blocks)
         ids, positions, slots, *draft = self._chunk[:, :num_tokens]
         return Batch(
@@ -225,7 +227,8 @@ class BatchBuffers:
     def _lengths(self, num_reqs: int, width: int) -> _Lengths:
         """Views of the uploaded words; layout: SentChunks."""
         lines = self._staging.words[: NUM_LINES * width].view(NUM_LINES, width)
-        return _Lengths(lines[1, : num_reqs + 1], lines[2, :num_reqs], lines[6, :num_reqs])
+        others = (lines[line, :num_reqs] for line in (2, 6, 8, 9))
+        return _Lengths(lines[1, : num_reqs + 1], *others)
 
     def _new_pages(self, plan: Plan) -> dict[int, RowPages]:
         """Choose the new pages that go with the upload, by row; apply the rest at once.

@@ -10,10 +10,11 @@ from torch import Tensor
 from worker.ops.op import op
 from worker.plan import Chunk, RowPages
 
-NUM_LINES = 7
+NUM_LINES = 10
 TOKEN_LINES, DRAFT_LINES = 3, 6  # of `out`: without and with DraftRows' fields
 
 
+NOT_STORED = 1  # a slot of the sink, and not the one by which padding is known
 NOTHING_NEW = RowPages(0, 0, ())
 
 
@@ -31,6 +32,8 @@ class SentChunks:
         one past the last new page of the row
         where the request's new pages begin in `words`
         slot of its state, where layers are recurrent
+        first position whose KV is stored; that of those below it goes to NOT_STORED
+        number of tokens of the state that is stored as well, and the slot of that
 
     All token ids follow, then all new pages. Requests beyond the last are padding: row 0, no
     tokens, no new pages, seq_len 0.
@@ -71,6 +74,9 @@ def pack(
     values += last_pages + padding
     values += [begin_of.get(chunk.row, 0) for chunk in chunks] + padding
     values += [chunk.state_slot for chunk in chunks] + padding
+    values += [chunk.store_from for chunk in chunks] + padding
+    for field in range(2):
+        values += [chunk.snapshot[field] for chunk in chunks] + padding
     for chunk in chunks:
         values += chunk.tokens
     for entry in new.values():
@@ -96,16 +102,18 @@ def chunk_rows_ref(
     n, words = sent.num_tokens, sent.words
     lines = words[: NUM_LINES * sent.width].view(NUM_LINES, sent.width)
     if sent.last_page:
-        for row, _, _, first, last, begin, _ in lines[:, : sent.num_reqs].T.tolist():
+        for row, _, _, first, last, begin, *_ in lines[:, : sent.num_reqs].T.tolist():
             page_table[row, first:last] = words[begin : begin + last - first]
     rows, query_start, seq_lens = lines[:3].to(torch.int64)
     at = torch.arange(n, device=words.device)
     owner = torch.searchsorted(query_start[1 : sent.num_reqs + 1], at, right=True)
     positions = seq_lens[owner] - query_start[owner + 1] + at
     page = page_table[rows[owner], positions // page_size].to(torch.int64)
+    stays = positions < lines[7][owner]
+    page.masked_fill_(stays, 0)
     out[0, :n] = words[NUM_LINES * sent.width :][:n]
     out[1, :n] = positions
-    out[2, :n] = page * page_size + positions % page_size
+    out[2, :n] = torch.where(stays, NOT_STORED, page * page_size + positions % page_size)
     if len(out) == DRAFT_LINES:
         begins = at == query_start[owner]
         before = page_table[rows[owner], (positions - 1).clamp(min=0) // page_size].to(torch.int64)

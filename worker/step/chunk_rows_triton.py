@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from worker.ops.jit import enter, overlap, tl, triton
-from worker.step.chunk_rows import DRAFT_LINES, NUM_LINES, SentChunks
+from worker.step.chunk_rows import DRAFT_LINES, NOT_STORED, NUM_LINES, SentChunks
 
 BLOCK = 128
 
@@ -32,8 +32,8 @@ def _chunk_rows_kernel(
     words, page_table, out, tables,
     num_tokens, num_rows, num_reqs, width, page_blocks, num_pages,
     stride_table, stride_out,
-    NUM_LINES: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, DRAFTS: tl.constexpr,
-    PDL: tl.constexpr,
+    NUM_LINES: tl.constexpr, NOT_STORED: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of batch rows, then blocks of the requests' pages."""
     enter(PDL)
@@ -56,7 +56,10 @@ def _chunk_rows_kernel(
         page, _, _ = _pages_of(
             words, page_table, low, position // PAGE_SIZE, width, stride_table, real
         )
+        stays = position < tl.load(words + 7 * width + low)
+        page = tl.where(stays, 0, page)
         slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+        slot = tl.where(stays, NOT_STORED, slot)
         tl.store(out + at, token, mask=inside)
         tl.store(out + stride_out + at, position.to(tl.int64), mask=inside)
         tl.store(out + 2 * stride_out + at, tl.where(real, slot, 0), mask=inside)
@@ -95,7 +98,7 @@ def chunk_rows_triton(
         sent.num_tokens, num_rows, sent.num_reqs, sent.width,
         page_blocks, num_pages, page_table.stride(0), out.stride(0),
         **overlap(
-            out, NUM_LINES=NUM_LINES, PAGE_SIZE=page_size, BLOCK=BLOCK,
+            out, NUM_LINES=NUM_LINES, NOT_STORED=NOT_STORED, PAGE_SIZE=page_size, BLOCK=BLOCK,
             DRAFTS=len(out) == DRAFT_LINES, num_warps=4,
         ),
     )  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from worker.api import MAX_STOP_IDS, Sampling
+from worker.config.checkpoint.delta_shape import snapshot_grid
 from worker.forward.batch import Batch, HostLengths, StateWindows, WindowShape
 from worker.forward.draws import Changes, Masks
 from worker.plan import Plan, RowPages, RowStart
@@ -37,6 +38,7 @@ class IntColumns(NamedTuple, Generic[T]):
     penalty_slot: T  # index into `StepState.penalties`; 0 = neutral
     state_slot: T  # of the row's state, where layers are recurrent
     folded: T  # tokens that are in that state; see recurrent.delta_net
+    snap_slot: T  # where the row stores states at the grid's lines; 0: nowhere
 
 
 class FloatColumns(NamedTuple, Generic[T]):
@@ -182,13 +184,16 @@ class StepState:
         return torch.empty(num, dtype=torch.int64, pin_memory=self._pin)
 
     def apply_rows(self, plan: Plan) -> None:
-        """Apply releases, then starts, and update seq_len_ub."""
+        """Apply releases, then starts and snapshots, and update seq_len_ub."""
         if plan.releases:
             self.active.index_fill_(0, self.upload(plan.releases, torch.int64), False)
         if plan.starts:
             self._start(plan.starts)
             for start in plan.starts:
                 self.seq_len_ub[start.row] = start.seq_len
+        if plan.snapshots:
+            rows, slots = self.upload(plan.snapshots, torch.int64).T
+            self.ints.snap_slot.index_copy_(0, rows, slots)
         for chunk in plan.chunks:
             self.seq_len_ub[chunk.row] = chunk.start + len(chunk.tokens)
         for row in plan.decode:
@@ -198,7 +203,7 @@ class StepState:
         ints = [
             IntColumns(
                 x.seq_len, x.last_token, x.max_len, x.min_len,
-                x.sampling.seed, x.sampling.top_k, x.penalty_slot, x.state_slot, x.seq_len,
+                x.sampling.seed, x.sampling.top_k, x.penalty_slot, x.state_slot, x.seq_len, 0,
             )
             for x in starts
         ]  # fmt: skip
@@ -254,7 +259,8 @@ class Windows:
         batch = read.batch(self._query_start[width], width, max_seq_len_ub, host)
         if self._recurrent:
             ints = self._state.ints
-            states = StateWindows(read.live, ints.state_slot, ints.folded, ints.seq_len, width)
+            columns = ints.state_slot, ints.folded, ints.seq_len, ints.snap_slot
+            states = StateWindows(read.live, *columns, width, snapshot_grid(self._page_size))
             batch = replace(batch, states=states)
         return batch, SampledRows(read.live, read.next_positions, read.valid, width, max_seq_len_ub)
 

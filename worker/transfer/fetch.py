@@ -186,7 +186,8 @@ class Fetch:
         req, num_matched = self.req, self.num_landed_pages * self._context.book.page_size
         # One token a fetch at most: the hold has pages reserved for no more.
         is_first = len(req.tokens) == self._num_tokens
-        self._awaits_token = is_first and self._context.prefill_draws and req.sampling.is_plain
+        draws = self._context.prefill_draws and not (req.leads and self.hold.slot)
+        self._awaits_token = is_first and draws and req.sampling.is_plain
         sampling = req.sampling if self._awaits_token else None
         attributes = {"kvlane.worker": link.peer, "kvlane.placed": "remote"}
         req.timeline.enter("prefill", now, attributes, asks=True)

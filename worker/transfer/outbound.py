@@ -96,7 +96,9 @@ class Outbound:
         for older in attempts:
             self._drop(self._outgoing[older])  # decode asks again only when its pulls are over
         try:
-            if not 0 <= message.num_matched < len(message.tokens) - 1:
+            # Of a prompt whose pages are all there, decode may want the state.
+            most = len(message.tokens) - (2 if not self.scheduler.book.num_slots else 1)
+            if not 0 <= message.num_matched <= most:
                 raise UserError("nothing to prefill")
             if self.draining:
                 raise Busy("draining")
@@ -112,7 +114,8 @@ class Outbound:
         log.debug("xfer_id=%s from %s: %d tokens", xfer.xfer_id, peer, len(message.tokens))
         first_page = req.num_announced_pages = message.num_matched // self.scheduler.book.page_size
         self.metrics.queried_tokens.inc(len(message.tokens))
-        self.metrics.cached_tokens.inc(req.num_computed_tokens)
+        self.metrics.cached_tokens.inc(req.hold.num_matched)
+        self.metrics.recomputed_tokens.inc(req.hold.num_matched - req.num_cached_tokens)
         lease = Lease(self.lease.prefill_window_s, now)
         outgoing = _Outgoing(xfer, peer, req, lease, first_page, message.key)
         self._outgoing[xfer] = self._by_req[req] = outgoing
@@ -201,10 +204,10 @@ class Outbound:
         A KVReady is sent even without pages: a request's first KVReady acknowledges its Prefill.
         """
         req, groups = outgoing.req, range(first_group, self.num_groups)
-        num_pages = len(self._pages(req, first_page, req.num_computed_tokens))
+        num_pages = len(self._pages(req, first_page, req.num_stored_tokens))
         req.num_announced_pages = max(req.num_announced_pages, first_page + num_pages)
         if groups or req.token is not None or req.hold.slot:
-            self._send_ready(outgoing, first_page, req.num_computed_tokens, groups)
+            self._send_ready(outgoing, first_page, req.num_stored_tokens, groups)
 
     def _send_ready(
         self, outgoing: _Outgoing, first_page: int, num_tokens: int, groups: range
@@ -216,7 +219,7 @@ class Outbound:
         slot = req.hold.slot
         if slot and req.num_computed_tokens < req.num_target_tokens:
             last = False  # its last step has not settled
-        figures = groups.start, len(groups), last, req.hold.num_matched, req.prefill_s, req.token
+        figures = groups.start, len(groups), last, req.num_cached_tokens, req.prefill_s, req.token
         ready = KVReady(outgoing.xfer, first_page, pages, *figures, slot if last else 0)
         self.send(outgoing.peer, sealed(ready, outgoing.key))
 

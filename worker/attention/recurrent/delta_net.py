@@ -14,6 +14,8 @@ replay: rejected drafts are never folded, so nothing is restored. A step reads t
 first `folded` tokens, folds the `pending` ones, whose raw inputs the last window has left in the
 ring, stores the state, and computes its own window without storing. A window of one token is always
 accepted and folded at once.
+
+A *snapshot* is the state at a multiple of the grid that a chunk or a fold passes, in a slot apart.
 """
 
 from collections.abc import Sequence
@@ -162,7 +164,7 @@ def gated_norm(o: Tensor, z: Tensor, weights: DeltaWeights, shape: DeltaShape) -
 def delta_chunk_ref(
     packed: Tensor, weights: DeltaWeights, state: DeltaState, chunks: StateChunks, out: Tensor
 ) -> None:
-    """Fill `out` and the requests' slots.
+    """Fill `out`, the requests' slots, and those of snapshots that the chunks pass.
 
     packed: [num_tokens, packed_width]; out: [num_tokens, value_width] of that dtype; padding: 0.
     """
@@ -182,10 +184,14 @@ def delta_chunk_ref(
             s, early = torch.zeros_like(s), torch.zeros_like(early)
         raw = torch.cat((early, qkv[tokens]))
         x = inputs(convolved(raw, weights.conv), ba[tokens], weights, shape)
-        outputs = []
+        outputs, snap = [], chunks.snap_lens[i] - (lengths[i] - count)
         for at in range(0, count, DELTA_BLOCK):
             s, o = delta_block(s, Inputs(*(part[at : at + DELTA_BLOCK] for part in x)))
             outputs.append(o)
+            if at + DELTA_BLOCK == snap:
+                kept = chunks.snap_slots[i : i + 1]
+                write_states(state, kept, s[None])
+                state.conv[kept] = by_head(raw[None, snap : snap + TAPS - 1], shape)
         out[tokens] = gated_norm(torch.cat(outputs), z[tokens], weights, shape)
         write_states(state, held, s[None])
         state.conv[held] = by_head(raw[None, 1 - TAPS :], shape)
@@ -223,7 +229,7 @@ def delta_window_ref(
 ) -> Tensor:
     """Returns [n · width, value_width] of the dtype of `packed`: the heads' normed, gated outputs.
 
-    packed: [n · width, packed_width]. Slots and ring are written.
+    packed: [n · width, packed_width]. Slots and ring are written, and slots of snapshots.
     """
     shape, width, n = state.shape, rows.width, len(rows.live)
     channels, ring = shape.channels, state.ring[rows.live]
@@ -248,10 +254,15 @@ def delta_window_ref(
     held = read_states(state, slots)
     s = torch.where(started.unsqueeze(-1), held, 0)
     kept = pending + (width == 1)  # tokens that are folded now
+    # The token behind which a snapshot is stored, and where; -1, and the sink, if there is none.
+    snap, line = rows.snap_slot[rows.live], rows.grid - 1 - folded % rows.grid
+    line = torch.where(active & (snap > 0) & (line < kept), line, -1)
+    passed, snap = held, snap * (line >= 0)
     after, outputs = held, list[Tensor]()
     for i in range(num_lines + width):
         s, o = delta_step(s, Inputs(*(part[:, i] for part in x)))
         after = torch.where((i < kept).view(n, 1, 1, 1), s, after)
+        passed = torch.where((line == i).view(n, 1, 1, 1), s, passed)
         outputs.append(o)
     window = pending[:, None] + torch.arange(width)
     o = torch.stack(outputs, dim=1)[torch.arange(n)[:, None], window].flatten(0, 1)
@@ -259,6 +270,8 @@ def delta_window_ref(
     write_states(state, slots, after)
     last = _lines(raw, kept[:, None] + torch.arange(TAPS - 1))
     state.conv[slots] = by_head(torch.where((kept > 0).view(n, 1, 1), last, conv), shape)
+    write_states(state, snap, passed)
+    state.conv[snap] = by_head(_lines(raw, line[:, None] + 1 + torch.arange(TAPS - 1)), shape)
     if width > 1:
         state.ring[rows.live, :width] = new
     out = gated_norm(o, z, weights, shape)

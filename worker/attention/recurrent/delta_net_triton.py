@@ -45,6 +45,14 @@ def _row(at, live, state_slot, folded, seq_len, width):
 
 
 @triton.jit
+def _snapshot(row, snap_slot, start, kept, grid):
+    """(the token of a step's kept ones behind which a snapshot is stored; -1: none, its slot)."""
+    at = (grid - 1 - start % grid).to(tl.int32)
+    slot = tl.load(snap_slot + row)
+    return tl.where((row > 0) & (slot > 0) & (at < kept), at, -1), slot
+
+
+@triton.jit
 def _part_of(
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr
 ):  # fmt: skip
@@ -71,10 +79,10 @@ def _taps(weight, lanes, inside):
     return w0, w1, w2, w3
 
 
-@triton.jit(do_not_specialize=["width", "max_tokens"])
+@triton.jit(do_not_specialize=["width", "max_tokens", "grid"])
 def _inputs_kernel(
     packed, conv_weight, a_log, dt_bias, conv_all, ring_all, live, state_slot, folded, seq_len,
-    convolved, decays, betas, width, max_tokens,
+    snap_slot, convolved, decays, betas, width, max_tokens, grid,
     stride_packed, stride_conv_slot, stride_conv_head, stride_conv, stride_ring_row, stride_ring,
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -90,6 +98,7 @@ def _inputs_kernel(
     inside = lanes < tl.where(is_value, VALUE_DIM, KEY_DIM)
     i = tl.program_id(0).to(tl.int64)
     row, slot, start, pending, kept = _row(i, live, state_slot, folded, seq_len, width)  # type: ignore
+    snap_at, snap = _snapshot(row, snap_slot, start, kept, grid)  # type: ignore
     w0, w1, w2, w3 = _taps(conv_weight + at * 4, lanes, inside)  # type: ignore
     conv = conv_all + slot * stride_conv_slot + key_head * stride_conv_head + of_head + lanes
     held = inside & (start > 0) & (row > 0)
@@ -131,14 +140,19 @@ def _inputs_kernel(
             tl.store(conv, x0, mask=inside)
             tl.store(conv + stride_conv, x1, mask=inside)
             tl.store(conv + 2 * stride_conv, x2, mask=inside)
+        if t == snap_at:
+            to_snap = conv + (snap - slot) * stride_conv_slot
+            tl.store(to_snap, x0, mask=inside)
+            tl.store(to_snap + stride_conv, x1, mask=inside)
+            tl.store(to_snap + 2 * stride_conv, x2, mask=inside)
         if (t >= pending) & (width > 1):
             tl.store(ring + (t - pending) * stride_ring + at + lanes, x3, mask=writes)
 
 
-@triton.jit(do_not_specialize=["width", "max_tokens"])
+@triton.jit(do_not_specialize=["width", "max_tokens", "grid"])
 def _state_kernel(
-    convolved, decays, betas, s_all, live, state_slot, folded, seq_len, out, width, max_tokens,
-    stride_slot, stride_head,
+    convolved, decays, betas, s_all, live, state_slot, folded, seq_len, snap_slot, out,
+    width, max_tokens, grid, stride_slot, stride_head,
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -150,6 +164,7 @@ def _state_kernel(
     keys = tl.arange(0, KEY_DIM)
     values = part * VALUES + tl.arange(0, VALUES)
     row, slot, start, pending, kept = _row(i, live, state_slot, folded, seq_len, width)  # type: ignore
+    snap_at, snap = _snapshot(row, snap_slot, start, kept, grid)  # type: ignore
     s_at = s_all + slot * stride_slot + head // RATIO * stride_head
     s_at += head % RATIO * (KEY_DIM * VALUE_DIM) + part * (KEY_DIM * VALUES)
     s_at += keys[:, None] * VALUES + tl.arange(0, VALUES)[None, :]
@@ -174,6 +189,8 @@ def _state_kernel(
             tl.store(to, tl.where(row > 0, o, 0.0).to(out.dtype.element_ty))
         if (t + 1 == kept) & (row > 0):
             tl.store(s_at, s)
+        if t == snap_at:
+            tl.store(s_at + (snap - slot) * stride_slot, s)
 
 
 @triton.jit
@@ -226,20 +243,20 @@ def delta_window_triton(
     convolved = packed.new_empty(n, max_tokens, shape.channels, dtype=torch.float32)
     gates = packed.new_empty(2, n, max_tokens, heads, dtype=torch.float32)
     out = packed.new_empty(n * rows.width, shape.value_width)
-    columns = rows.live, rows.state_slot, rows.folded, rows.seq_len
+    columns = rows[:5]
     sizes = overlap(
         packed, KEY_HEADS=shape.key_heads, RATIO=shape.ratio, KEY_DIM=shape.key_dim,
         VALUE_DIM=shape.value_dim, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     _inputs_kernel[(n, 2 * shape.key_heads + heads)](
         packed, weights.conv, weights.a_log, weights.dt_bias, conv, ring, *columns,
-        convolved, gates[0], gates[1], rows.width, max_tokens, packed.stride(0),
+        convolved, gates[0], gates[1], rows.width, max_tokens, rows.grid, packed.stride(0),
         conv.stride(0), conv.stride(1), conv.stride(2), ring.stride(0), ring.stride(1),
         BLOCK=max(shape.key_dim, shape.value_dim), **sizes,  # type: ignore
     )  # fmt: skip
     values = s.shape[5]
     _state_kernel[(shape.value_dim // values, heads, n)](
-        convolved, gates[0], gates[1], s, *columns, out, rows.width, max_tokens,
+        convolved, gates[0], gates[1], s, *columns, out, rows.width, max_tokens, rows.grid,
         s.stride(0), s.stride(1), VALUES=values, STAGES=STAGES, **sizes,  # type: ignore
     )  # fmt: skip
     z = packed[:, shape.channels : shape.channels + shape.value_width]
@@ -414,7 +431,8 @@ def _matrices_kernel(
 
 @triton.jit
 def _scan_kernel(
-    packed, mixed, decays, query_start, seq_lens, slots, w_all, u_all, p_all, s_all, conv_all, out,
+    packed, mixed, decays, query_start, seq_lens, slots, snap_lens, snap_slots, w_all, u_all, p_all,
+    s_all, conv_all, out,
     stride_packed, stride_slot, stride_head, stride_conv_slot, stride_conv_head, stride_conv,
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUES: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -433,6 +451,8 @@ def _scan_kernel(
     if end > begin:
         started = tl.load(seq_lens + request) > end - begin
         slot = tl.load(slots + request).to(tl.int64)
+        snap = tl.load(snap_lens + request) - tl.load(seq_lens + request) + end - begin
+        snap_slot = tl.load(snap_slots + request).to(tl.int64)
         i, keys = tl.arange(0, BLOCK), tl.arange(0, KEY_DIM)
         values = part * VALUES + tl.arange(0, VALUES)
         key_head = head // RATIO
@@ -469,29 +489,36 @@ def _scan_kernel(
             new = (new * tl.exp(last - total)[:, None]).to(DTYPE)
             s = s * tl.exp(last) + tl.dot(tl.trans(k), new, input_precision=EXACT)
             p_at += HEADS * BLOCK * BLOCK
+            if first + BLOCK - begin == snap:
+                tl.store(s_at + (snap_slot - slot) * stride_slot, s)
         tl.store(s_at, s)
 
-        # The last three raw inputs. Of a short chunk some were in the slot before.
-        t = end - begin - 3 + tl.arange(0, 4)[:, None]
-        length = end - begin
-        chunk = packed + begin.to(tl.int64) * stride_packed
-        conv = conv_all + slot * stride_conv_slot + key_head * stride_conv_head
-        line = tl.arange(0, 4)[:, None] * stride_conv
-        inside = tl.arange(0, 4)[:, None] < 3
-        of_v = head % RATIO * VALUE_DIM + 2 * KEY_DIM
-        x = _raw(conv + of_v, chunk + 2 * KEYS + head * VALUE_DIM, stride_conv, stride_packed, t,
-                 length, started, values[None, :], inside)  # fmt: skip
-        tl.debug_barrier()
-        tl.store(conv + of_v + line + values[None, :], x, mask=inside)
-        if (part == 0) & (head % RATIO == 0):
-            of_q = chunk + key_head * KEY_DIM
-            x_q = _raw(conv, of_q, stride_conv, stride_packed, t, length, started, keys[None, :],
-                       inside)  # fmt: skip
-            x_k = _raw(conv + KEY_DIM, of_q + KEYS, stride_conv, stride_packed, t, length, started,
-                       keys[None, :], inside)  # fmt: skip
-            tl.debug_barrier()
-            tl.store(conv + line + keys[None, :], x_q, mask=inside)
-            tl.store(conv + KEY_DIM + line + keys[None, :], x_k, mask=inside)
+        # The last three raw inputs, of the snapshot and of the chunk. Some of a short chunk's were
+        # in the slot before.
+        for number in tl.static_range(2):  # type: ignore
+            length = snap if number == 0 else end - begin
+            if length > 0:
+                to_slot = snap_slot if number == 0 else slot
+                t = length - 3 + tl.arange(0, 4)[:, None]
+                chunk = packed + begin.to(tl.int64) * stride_packed
+                conv = conv_all + slot * stride_conv_slot + key_head * stride_conv_head
+                line = tl.arange(0, 4)[:, None] * stride_conv
+                line += (to_slot - slot) * stride_conv_slot
+                inside = tl.arange(0, 4)[:, None] < 3
+                of_v = head % RATIO * VALUE_DIM + 2 * KEY_DIM
+                x = _raw(conv + of_v, chunk + 2 * KEYS + head * VALUE_DIM, stride_conv,
+                         stride_packed, t, length, started, values[None, :], inside)  # fmt: skip
+                tl.debug_barrier()
+                tl.store(conv + of_v + line + values[None, :], x, mask=inside)
+                if (part == 0) & (head % RATIO == 0):
+                    of_q = chunk + key_head * KEY_DIM
+                    x_q = _raw(conv, of_q, stride_conv, stride_packed, t, length, started,
+                               keys[None, :], inside)  # fmt: skip
+                    x_k = _raw(conv + KEY_DIM, of_q + KEYS, stride_conv, stride_packed, t, length,
+                               started, keys[None, :], inside)  # fmt: skip
+                    tl.debug_barrier()
+                    tl.store(conv + line + keys[None, :], x_q, mask=inside)
+                    tl.store(conv + KEY_DIM + line + keys[None, :], x_k, mask=inside)
 
 
 def delta_chunk_triton(
@@ -527,8 +554,8 @@ def delta_chunk_triton(
     values = min(SCAN_VALUES, shape.value_dim)
     stages = SCAN_STAGES - (packed.dtype == torch.float32)  # which needs twice the shared memory
     _scan_kernel[(shape.value_dim // values, heads, num_reqs)](
-        packed, mixed, decays[0], chunks.query_start, chunks.seq_lens, chunks.slots, w, u, p, s,
-        conv, out, packed.stride(0), s.stride(0), s.stride(1), *strides, VALUES=values,
+        packed, mixed, decays[0], *chunks[:5], w, u, p, s, conv, out,
+        packed.stride(0), s.stride(0), s.stride(1), *strides, VALUES=values,
         HELD=s.shape[5], num_warps=SCAN_WARPS, num_stages=stages, **sizes,  # type: ignore
     )  # fmt: skip
     z = packed[:, shape.channels : shape.channels + shape.value_width]

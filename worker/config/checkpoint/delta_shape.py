@@ -1,5 +1,6 @@
 """What the state of gated delta nets follows from. Free of torch."""
 
+import math
 from collections.abc import Sequence
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
@@ -50,6 +51,11 @@ class DeltaShape(NamedTuple):
     def raw_width(self) -> int:
         """Numbers of a token that a window keeps: channels, b and a."""
         return self.channels + 2 * self.value_heads
+
+
+def snapshot_grid(page_size: int) -> int:
+    """Snapshots of states are taken after multiples of so many tokens."""
+    return math.lcm(page_size, DELTA_BLOCK)
 
 
 def block_table(query_start: Sequence[int], num_tokens: int) -> tuple[list[int], list[int]]:
