@@ -35,8 +35,7 @@ class _Tokens:
         self._special = frozenset(self.special_token_ids)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Ids of a text, in which special tokens are spelled, a character at a time."""
-        ids = list[int]()
+        ids = list[int]()  # special tokens are spelled, a character at a time
         for token in self._plain.tokenize_bytes(text):
             chars = self.tokens[token].decode() if token in self._special else ""
             ids += chain(*map(self._plain.tokenize_str, chars)) if chars else [token]

@@ -89,12 +89,11 @@ def read_tokens(directory: Path) -> Tokens:
 
 def eos_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
     """The tokenizer's end of a text, if there is a tokenizer that names one the model has."""
-    path = directory / "tokenizer.json"
-    if not path.is_file():
+    if not (directory / "tokenizer.json").is_file():
         return ()
     read = _Read(directory)
     content = read.named.get(EOS)
-    found = TokenizerFile(path, "", read.file.values).id_of(content) if content else None
+    found = TokenizerFile(directory, "", read.file.values).id_of(content) if content else None
     if content and found is None:  # a token that tokenizer.json lacks gets its id by being added
         found = read_tokens(directory).file.id_of(content)
     return () if found is None or found >= vocab_size else (found,)
