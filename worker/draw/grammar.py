@@ -208,8 +208,9 @@ class Grammars:
 
     def _load(self) -> LLTokenizer:
         try:
-            file = read_tokens(self._directory).file
-            return grammar_tokenizer(file, self._vocab_size, self._eos_ids)
+            return grammar_tokenizer(
+                read_tokens(self._directory).file, self._vocab_size, self._eos_ids
+            )
         except (OSError, ValueError) as error:
             raise Unsupported(f"no grammars for this model: {error}", GRAMMAR_PARAM) from error
 

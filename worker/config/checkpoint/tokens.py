@@ -89,28 +89,24 @@ def read_tokens(directory: Path) -> Tokens:
 
 def eos_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
     """The tokenizer's end of a text, if there is a tokenizer that names one the model has."""
-    path = directory / "tokenizer.json"
-    if not path.is_file():
+    if not (directory / "tokenizer.json").is_file():
         return ()
     read = _Read(directory)
-    if (content := read.named.get(EOS)) is None:
-        return ()
-    found = TokenizerFile(path, "", read.file.values).id_of(content)
-    if found is None:  # a token that tokenizer.json lacks gets its id by being added
+    content = read.named.get(EOS)
+    found = TokenizerFile(directory, "", read.file.values).id_of(content) if content else None
+    if content and found is None:  # a token that tokenizer.json lacks gets its id by being added
         found = read_tokens(directory).file.id_of(content)
     return () if found is None or found >= vocab_size else (found,)
 
 
 class _Read:
-    """What the files of a directory say, before any token is added to a tokenizer."""
+    """What a directory's files say, before any token is added."""
 
     def __init__(self, directory: Path) -> None:
         self.file = file = read_fields(directory / "tokenizer.json")
         self.config = config = _read(directory / "tokenizer_config.json")
         if config.get("split_special_tokens"):
-            reason = (
-                "prompts need their special tokens whole; take the field out, or set it to false"
-            )
+            reason = "prompts need special tokens whole; take the field out, or set it to false"
             raise config.unsupported("split_special_tokens", reason)
         asked = _Asked(config, directory)
         padding: dict[str, Any] = file.get("padding") or {}
