@@ -30,7 +30,8 @@ from worker.errors import contained
 
 ANTHROPIC_SIGN = "anthropic-version"  # a header that its clients send
 MAX_KEY_CHARS = 255  # of an idempotency key
-VALUE_BYTES = 128  # of `router.max_body_bytes`: a body has one value for so many
+# A body has a value for so many bytes of `router.max_body_bytes`, or two a token, or these.
+VALUE_BYTES, LEAST_VALUES = 128, 1 << 16
 THREAD_BODY_BYTES = 4 << 10  # a larger body is parsed and tokenized off the loop: 2 ms, and more
 # Fields that may take long to prepare, and the escape with which JSON may spell their names.
 SLOW_WORDS = (
@@ -54,8 +55,8 @@ class Api:
         self._front, self._served, self._admission = front, front.served, admission
         text = front.served.text
         self._pool = Pool()
-        window = front.served.model_max_len
-        self._max_values = max(front.served.config.max_body_bytes // VALUE_BYTES, 2 * window)
+        by_size = front.served.config.max_body_bytes // VALUE_BYTES
+        self._max_values = max(by_size, 2 * front.served.model_max_len, LEAST_VALUES)
         self.preparer = Preparer(front.served, Validator(text.directory, text.vocab_size))
 
     async def chat(self, request: Request) -> Response:

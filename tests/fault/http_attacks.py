@@ -51,13 +51,13 @@ BRIEF = Sizes(
     num_streams=500,
     stream_tokens=4,
     least_s=0.3,
-    num_bodies=12,
-    wait_s=2.0,
-    values_mib=2,
-    num_grammars=2,
-    num_background=100,
-    num_keyed=8,
-    keyed_tokens=40,
+    num_bodies=4,
+    wait_s=1.0,
+    values_mib=1,
+    num_grammars=1,
+    num_background=40,
+    num_keyed=4,
+    keyed_tokens=20,
 )
 
 
