@@ -43,6 +43,8 @@ RAY_SETTINGS = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_worker_niceness": "0",
 }
+# Of a Ray of our own: its GCS keeps its tables on disk, and all others wait for the next one.
+STORAGE = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_rpc_server_reconnect_timeout_s": "86400"}
 # Beyond their own limits, for the processes that `serve` starts to end by themselves.
 JOINED_GRACE_S = 3.0  # on a Ray that we joined, after a signal while they start
 END_MARGIN_S = 10.0
@@ -205,8 +207,10 @@ def _start(config: Config, offline: bool, address: str, tell: Callable[[str, str
 
 def _run(config: Config, address: str, lent: Lent) -> int:
     leave_directory()
-    if lent.directory is not None and "RAY_AUTH_MODE" not in os.environ:
-        _ask_for_token(made_token(lent.directory))
+    if lent.directory is not None:
+        os.environ |= STORAGE | {"RAY_gcs_storage_path": str(lent.directory / "gcs")}
+        if "RAY_AUTH_MODE" not in os.environ:
+            _ask_for_token(made_token(lent.directory))
     from cluster.serve.run import serve  # imports Ray, which reads the environment
 
     # A stream of its own, so that what Ray's threads print to stderr does not split our lines.

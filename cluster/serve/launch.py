@@ -18,6 +18,7 @@ from cluster.resolve import num_cpus
 from cluster.sites.estate import Legacy
 from cluster.sites.ray_private import (
     RAY,
+    keep_agents,
     reason_of,
     silence_worker_deaths,
     start_what_is_needed,
@@ -27,6 +28,7 @@ from cluster.sites.ray_site import Home
 from worker.errors import KvlaneError, UserError, WorldError
 
 CONNECT_TIMEOUT_S = 5.0
+AGENT_NOTES = "agents"  # a line for each death of an agent
 DOWN_TIMEOUT_S = 30.0  # for `serve` to end once nothing is left to serve
 
 
@@ -37,6 +39,7 @@ def start_local(config: Config, directory: Path) -> str:
     """
     stay_on_loopback()
     start_what_is_needed()
+    keep_agents(directory / AGENT_NOTES)
     silence_worker_deaths()
     asked = config.cluster.local_ray
     try:

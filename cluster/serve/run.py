@@ -5,7 +5,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TextIO
 
@@ -18,10 +18,11 @@ from cluster.diagnose.checks import check_port
 from cluster.serve import launch
 from cluster.serve.lifetime import Running
 from cluster.serve.progress import JsonScreen, Screen, Stages
+from cluster.serve.ray_watch import Gcs, JoinedRay, OwnRay, RayGone, RayWatch
 from cluster.serve.supervisor import Lent
 from cluster.sites.estate import Done, Estate
 from cluster.sites.handles import Identity, kill_for_certain
-from cluster.sites.ray_private import RAY
+from cluster.sites.ray_private import RAY, raylet_socket
 from worker.errors import WorldError
 
 POLL_S = 0.2
@@ -40,6 +41,7 @@ class Serving:
 
     config: Config
     local: bool  # this process has started Ray
+    ray: RayWatch
     screen: Screen
     signals: list[int]  # that the supervisor, or who signals all processes at once, has sent
     estate: Estate = field(init=False)
@@ -51,6 +53,12 @@ class Serving:
     def __post_init__(self) -> None:
         self.estate = Estate(self.config)
 
+    def check(self) -> None:
+        """Raises Stopped after a signal, RayGone."""
+        if self.signals:
+            raise Stopped
+        self.ray.check()
+
     def create(self) -> None:
         """A controller, the first or the next one."""
         self.num_seen, self.done, self.identity = 0, [], None
@@ -58,7 +66,7 @@ class Serving:
 
     def start(self) -> tuple[str, ...]:
         """Show progress until everything is ready; the cluster's URLs."""
-        self.identity = result(self.controller.identify.remote(), self.signals)
+        self.identity = result(self.controller.identify.remote(), self.check)
         reference = self.controller.start.remote()
         stages = Stages(self.screen)
         while True:
@@ -110,8 +118,8 @@ class Serving:
         RAY.kill(self.controller)
 
     def _progress(self) -> Progress:
-        """Raises Stopped after a signal, ControllerGone."""
-        return self._take(result(self._asked(), self.signals, SILENT_S))
+        """Raises as `check`, and ControllerGone."""
+        return self._take(result(self._asked(), self.check, SILENT_S))
 
     def _asked(self) -> Any:
         return self.controller.progress.remote(self.num_seen, self.done)
@@ -124,21 +132,22 @@ class Serving:
     def _replace(self, error: launch.ControllerGone) -> None:
         """Until one has taken over. Workers and routers serve meanwhile."""
         began_at, delay_s = time.monotonic(), 0.0
-        self.screen.line(f"{error}; all others go on")
+        self.screen.line(f"{error}; another one begins")
         while True:
             try:
                 self._end_controller()
                 self.create()
-                self.identity = result(self.controller.identify.remote(), self.signals)
-                num = result(self.controller.adopt.remote(), self.signals, ADOPT_S)
+                self.identity = result(self.controller.identify.remote(), self.check)
+                num = result(self.controller.adopt.remote(), self.check, ADOPT_S)
+            except RayGone:
+                raise
             except (RayError, ValueError, WorldError) as failure:
                 delay_s = min(delay_s + 1.0, MAX_DELAY_S)
                 self.screen.line(f"no controller: {failure}; again in {delay_s:g} s")
                 until = time.monotonic() + delay_s
                 while time.monotonic() < until:
                     time.sleep(POLL_S)
-                    if self.signals:
-                        raise Stopped from None
+                    self.check()
                 continue
             took_s = time.monotonic() - began_at
             self.screen.line(f"a new controller keeps the {num} processes, after {took_s:.1f} s")
@@ -152,21 +161,19 @@ class Serving:
         launch.wait_gone()
 
 
-def result(reference: Any, signals: Sequence[int], limit_s: float = math.inf) -> Any:
-    """Of a call to the controller. Raises Stopped after a signal, ControllerGone.
+def result(reference: Any, check: Callable[[], None], limit_s: float = math.inf) -> Any:
+    """Of a call to the controller. Raises ControllerGone, and what `check` raises.
 
     limit_s: of our own time. While this process was stopped, the controller was not late.
     """
     waited_s = 0.0
     while not launch.is_over(reference, POLL_S):
         waited_s += POLL_S
-        if signals:
-            raise Stopped
+        check()
         if waited_s > limit_s:
             raise launch.ControllerGone(f"the controller does not answer for {limit_s:g} s")
     answer = launch.wait_for(reference)
-    if signals:
-        raise Stopped
+    check()
     return answer
 
 
@@ -176,7 +183,7 @@ def serve(config: Config, address: str, lent: Lent, out: TextIO) -> int:
     config: with absolute paths if it starts a Ray of its own.
     address: of a Ray cluster to join; "": start one.
 
-    Raises UserError or WorldError if it could not start, or lost its controller.
+    Raises UserError or WorldError if it could not start, or lost its Ray.
     """
     screen = JsonScreen(out) if config.cluster.log_format == "json" else Screen(out)
     signals: list[int] = []
@@ -186,19 +193,21 @@ def serve(config: Config, address: str, lent: Lent, out: TextIO) -> int:
     else:
         screen.line("starting Ray on this machine")
         address = launch.start_local(config, lent.directory)
+    local, gcs = lent.directory is not None, Gcs(address)
+    own = OwnRay(gcs, lent.directory / launch.AGENT_NOTES) if lent.directory is not None else None
+    ray = RayWatch(own or JoinedRay(gcs, raylet_socket()), screen)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # now, as Ray sets its own
         signal.signal(number, lambda number, _: signals.append(number))
+    serving = Serving(config, local, ray, screen, signals)
     controller = launch.find_controller()
     try:
         if controller is not None:
             with contextlib.suppress(Stopped):
-                urls = result(controller.join.remote(config), signals)
+                urls = result(controller.join.remote(config), serving.check)
                 screen.line(f"it runs already, with this configuration, at {' '.join(urls)}")
             return 0
-        local = lent.directory is not None
         if not local:
             check_port(config)
-        serving = Serving(config, local, screen, signals)
         serving.create()
         mode, token = (os.environ.get(f"RAY_AUTH_{name}", "") for name in ("MODE", "TOKEN_PATH"))
         running = Running(os.getppid(), address, local, mode, token, ())
@@ -212,9 +221,11 @@ def serve(config: Config, address: str, lent: Lent, out: TextIO) -> int:
         except Stopped:
             screen.line("stopping (again Ctrl-C: at once)")
         finally:
-            serving.stop(config.cluster)
+            if not ray.cause:
+                serving.stop(config.cluster)
         return 0
     finally:
+        ray.close()
         RAY.shutdown()  # most of a Ray of our own ends with it
         if controller is None:
             screen.line("stopped")

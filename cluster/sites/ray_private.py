@@ -1,14 +1,19 @@
 """What we need of Ray, or leave out, beyond its typed interface; pinned with ray in pyproject."""
 
+import contextlib
+import inspect
 import math
+import random
 import re
+import socket
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray._private import node, ray_constants, state, worker
+from ray._private import node, ray_constants, services, state, worker
 
 if TYPE_CHECKING:
     from cluster.diagnose.ports import RayHere
@@ -17,6 +22,12 @@ if TYPE_CHECKING:
 RAY: Any = ray
 LATELY_S = 10.0
 NOWHERE = b"127.0.0.1:0"
+BUILT_BY = "_build_python_executable_command_memory_profileable"  # commands of Ray's own processes
+AGENTS = (ray_constants.PROCESS_TYPE_DASHBOARD_AGENT, ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT)
+LISTEN_PORT = "dashboard_agent_listen_port"
+AGENT_PORTS = "metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", LISTEN_PORT
+LOW_PORTS = range(20_000, 32_000)
+RAYLET, GCS = ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER
 CONTROLLER = "kvlane-controller", "kvlane"  # its name for Ray, and the namespace
 # As `RAY.nodes` has them -> kinds of `diagnose.doors`.
 PORTS_OF_NODE = {
@@ -57,6 +68,81 @@ def start_what_is_needed() -> None:
 
     setattr(node.Node, "start_monitor", no_monitor)  # noqa: B010
     setattr(node.Node, "start_api_server", no_api_server)  # noqa: B010
+
+
+def keep_agents(notes: Path) -> None:
+    """Let the agents of a Ray that this process starts be started again by `agent.py`.
+
+    They get ports from here. So those stay, and the raylet does not wait until agents have chosen
+    some: after 15 s, as on a busy machine, it would end.
+    """
+    private: Any = services
+    build, start_raylet = getattr(services, BUILT_BY), private.start_raylet
+    keeper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("agent.py")), str(notes)]
+
+    def built(component: str, *args: Any, **more: Any) -> list[str]:
+        command = build(component, *args, **more)
+        return [*keeper, *command] if component in AGENTS else command
+
+    def started(*args: Any, **more: Any) -> Any:
+        given = inspect.signature(start_raylet).bind(*args, **more).arguments
+        given |= dict(zip(AGENT_PORTS, free_ports(len(AGENT_PORTS)), strict=True))
+        # Of this one Ray does not tell the raylet, which looks where the agent would note it.
+        noted = Path(given["session_dir"], f"{LISTEN_PORT}_{given['node_id']}")
+        noted.write_text(str(given[LISTEN_PORT]))
+        return start_raylet(**given)
+
+    setattr(services, BUILT_BY, built)
+    private.start_raylet = started
+
+
+def free_ports(num: int) -> list[int]:
+    """Of 127.0.0.1, below those that the kernel gives to connections; free for now."""
+    found: list[int] = []
+    for port in random.sample(LOW_PORTS, len(LOW_PORTS)):
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == num:
+            break
+    return found
+
+
+def raylet_socket() -> str:
+    """Path of the socket of this node's raylet, once this process has joined."""
+    private: Any = worker
+    return str(private._global_node.raylet_socket_name)
+
+
+def ended_processes() -> dict[str, int]:
+    """Of the Ray that this process has started: what of it has ended by itself -> returncode."""
+    private: Any = worker
+    dead = private._global_node.dead_processes()
+    return {kind: process.returncode for kind, process in dead}
+
+
+def start_again(kind: str) -> None:
+    """Start a GCS that has ended, at its port, or a log monitor. May raise OSError."""
+    private: Any = worker
+    mine = private._global_node
+    before = mine.all_processes.pop(kind)
+    address, client = mine._gcs_address, mine._gcs_client
+    try:
+        if kind == GCS:
+            mine._gcs_address = mine._gcs_client = None  # which `start_gcs_server` asks for
+            mine.start_gcs_server()
+        else:
+            mine.start_log_monitor()
+    finally:
+        mine._gcs_address, mine._gcs_client = address, client
+        mine.all_processes.setdefault(kind, before)
+
+
+def hear_again() -> None:
+    """Have the next GCS pass on what processes log, as the last one did. May raise RayError."""
+    private: Any = worker
+    if (subscriber := getattr(private.global_worker, "gcs_log_subscriber", None)) is not None:
+        subscriber.subscribe()
 
 
 def silence_worker_deaths() -> None:

@@ -24,6 +24,7 @@ from tests.e2e.check import MAX_TOKENS, NUM
 from tests.e2e.harness import REPOSITORY, Serve, processes, shared_memory
 from tests.e2e.shared import Clusters
 from tests.fault.saturation import saturate, stop_engine
+from tests.fault.test_ray_dies import kill_and_wait_said
 from tests.support import pairwise
 from tests.support.kills import Killing, Steady
 from tests.support.patience import HANG_S
@@ -125,6 +126,10 @@ def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_noth
         assert "Traceback" not in (Path(each) / "dashboard_agent.log").read_text()
     assert logs
 
+    # Who dies from here on is replaced all the same, and what it logs is shown.
+    for name in ("agent", "environments", "gcs"):
+        kill_and_wait_said(serve, name)
+    num_printed = len(serve.output)
     # Under load: nobody notices, it comes back. tests/gpu/test_kills_on_cuda.py shows GPUs' memory.
     load = Steady(num_problems=NUM, max_tokens=MAX_TOKENS, num_at_once=2)
     killing = Killing(serve, load, "mooncake/tcp", tuple, timeout_s=HANG_S)
@@ -132,6 +137,7 @@ def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_noth
     asyncio.run(killing.repeat(num))
     load.check()
     second = serve.wait_idle()["prefill-0"]
+    assert "(prefill-0 pid=" in serve.output[num_printed:]
 
     stop_engine(serve, "prefill-0")  # Ray never notices this one
     row = serve.status()["prefill-0"]
