@@ -16,7 +16,7 @@ def test_no_request_is_lost_and_no_text_is_wrong(clusters: Clusters) -> None:
         "--out", "nowhere", "--minutes", MINUTES, "--every", "4", "--rate", "5", "--num", "1",
         "--seed", "3", "--roles", "controller,decode,prefill", "--keys", "0.5",
     ])  # fmt: skip
-    figures = asyncio.run(soak(options, serve.url))
+    figures = asyncio.run(soak(options, serve.url, serve.root))
     assert (figures["failed"], figures["wrong"], figures["left"]) == ([], [], {})
     assert figures["num_faults"] >= 3, "one of each role"
     assert "controller" in figures["faults_by_kind"]

@@ -9,12 +9,14 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.fault.chaos.schedules import Step, filled
 
 # Gauges that are zero when nobody asks anything.
 IDLE = (
@@ -22,7 +24,14 @@ IDLE = (
     "kvlane_kv_pages.reserved", "kvlane_kv_pages.private", "kvlane_state_slots.used",
 )  # fmt: skip
 STATED = "kvlane_kv_pages", "kvlane_state_slots"
-CONTROLLER = "ray::Controller"  # as Ray calls its process
+# Who has no row -> how its command line begins; of Ray's own programs, how their path ends.
+TITLES = {
+    "controller": "ray::Controller", "agent": "ray::DashboardAgent",
+    "environments": "ray::RuntimeEnvAgent", "gcs": "gcs_server", "raylet": "raylet",
+}  # fmt: skip
+WORKER = "ray::WorkerActor"
+POLL_S = 0.1
+NEXT_S = 60.0  # for the next process of a name
 
 
 class Fault(NamedTuple):
@@ -45,10 +54,11 @@ class Cluster:
         async with self._http.get(f"{self._url}/dashboard/data") as response:
             return (await response.json())["workers"]
 
-    async def pids(self, role: str) -> dict[str, int]:
-        """Of those of a role that are ready and may be hit: nobody is the last of its role."""
-        if role == "controller":
-            found = {f"controller of pid {pid}": pid for pid in pids_of(CONTROLLER)}
+    async def pids(self, role: str, *, every: bool = False) -> dict[str, int]:
+        """Of those of a role that are ready and may be hit: unless `every` one is, nobody is the
+        last of its role."""
+        if role in TITLES:
+            found = {f"{role} of pid {pid}": pid for pid in pids_of(TITLES[role])}
         elif role == "router":  # one that starts takes no connections yet
             listen = listening(int(self._url.rpartition(":")[2]))
             found = {f"router of pid {pid}": pid for pid in listen}
@@ -57,7 +67,11 @@ class Cluster:
             ready = [row for row in rows if (row["state"], row["role"]) == ("ready", role)]
             found = {row["name"]: row["pid"] for row in ready}
         # There is one controller, and no request is with it.
-        return found if len(found) > 1 or role == "controller" else {}
+        return found if len(found) > 1 or every or role in TITLES else {}
+
+    async def disturbed(self) -> bool:
+        """Whether a worker is not ready."""
+        return any(row["state"] != "ready" for row in await self.workers())
 
     async def metrics(self) -> dict[str, float]:
         """Sums over all processes, by name and, of pages and slots, state."""
@@ -90,52 +104,101 @@ class Cluster:
 
 
 class Faults:
-    """Hits one process after another, so long as `run` is not cancelled."""
+    """Does one step after another, so long as `run` is not cancelled.
+
+    tell: runs a command of `kvlane`. stop_s: for so long a process is stopped.
+    """
 
     def __init__(
-        self, cluster: Cluster, roles: Sequence[str], signals: Sequence[str], stop_s: float,
-        rng: random.Random,
+        self, cluster: Cluster, steps: Sequence[Step], stop_s: float, rng: random.Random,
+        tell: Callable[..., Coroutine[Any, Any, int]],
     ) -> None:  # fmt: skip
         self.sent: list[Fault] = []
-        self._cluster, self._roles, self._signals = cluster, roles, signals
+        self.commands: list[tuple[str, int]] = []  # and their exit codes
+        self._cluster, self._steps, self._tell = cluster, steps, tell
         self._stop_s, self._rng = stop_s, rng
         self._stopped: set[int] = set()
+        self._waking: set[asyncio.Task[None]] = set()
+        self._began = 0.0
 
     async def run(self, every_s: float, began: float) -> None:
-        """One fault every so often, of one role after another."""
-        waking: set[asyncio.Task[None]] = set()
+        """One step every so often."""
+        self._began = began
         try:
-            for role in itertools.cycle(self._roles):
+            for step in itertools.cycle(self._steps):
                 await asyncio.sleep(every_s)
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                    pids = await self._cluster.pids(role)
-                    pids = {name: pid for name, pid in pids.items() if pid not in self._stopped}
-                    if pids:
-                        name = self._rng.choice(sorted(pids))
-                        waking.add(asyncio.create_task(self._hit(name, pids[name], began)))
+                    await self._do(step)
         finally:
-            for task in waking:
+            for task in self._waking:
                 await task
 
-    async def _hit(self, name: str, pid: int, began: float) -> None:
-        stops = self._rng.choice(self._signals) == "stop"
+    async def _do(self, step: Step) -> None:
+        deadline = time.monotonic() + NEXT_S
+        while True:
+            is_late = time.monotonic() > deadline
+            if not step.calm or is_late or not await self._cluster.disturbed():
+                break
+            await asyncio.sleep(POLL_S)
+        with filled(step.fill):
+            command = asyncio.create_task(self._tell(*step.run)) if step.run else None
+            await asyncio.sleep(step.after_s)
+            pids = await self._cluster.pids(step.hit, every=step.all)
+            pids = {name: pid for name, pid in pids.items() if pid not in self._stopped}
+            if pids:
+                names = sorted(pids) if step.all else [self._rng.choice(sorted(pids))]
+                before = {*pids.values(), *pids_of(WORKER)}
+                for name in names:
+                    self._hit(name, pids[name], self._rng.choice(step.how))
+                for at in step.again:
+                    await self._again(names[0], at, before)
+            if step.fill:
+                await asyncio.sleep(step.full_s)
+        if command is not None:
+            self.commands.append((" ".join(step.run), await command))
+
+    async def _again(self, name: str, at: str, before: set[int]) -> None:
+        """Kill the next process of a name once it is there."""
+        deadline = time.monotonic() + NEXT_S
+        while time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+            if at == "ready":
+                ready = await self._cluster.pids(name.split("-")[0], every=True)
+                pids = {pid for each, pid in ready.items() if each == name} - before
+            else:
+                pids = {*pids_of(WORKER)} - before
+            for pid in pids:
+                before.add(pid)
+                self._hit(name, pid, "kill")
+            if pids:
+                return
+
+    def _hit(self, name: str, pid: int, how: str) -> None:
+        stopped_s = self._stop_s if how == "stop" else 0.0
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP if stops else signal.SIGKILL)
-            at_s = time.monotonic() - began
-            self.sent.append(Fault(at_s, name, pid, self._stop_s if stops else 0.0))
-            if stops:
-                self._stopped.add(pid)
-                try:
-                    await asyncio.sleep(self._stop_s)
-                finally:
-                    self._stopped.discard(pid)
-                    os.kill(pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGSTOP if stopped_s else signal.SIGKILL)
+            self.sent.append(Fault(time.monotonic() - self._began, name, pid, stopped_s))
+            if stopped_s:
+                self._waking.add(asyncio.create_task(self._wake(pid)))
+
+    async def _wake(self, pid: int) -> None:
+        self._stopped.add(pid)
+        try:
+            await asyncio.sleep(self._stop_s)
+        finally:
+            self._stopped.discard(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def pids_of(title: str) -> list[int]:
-    """Of the processes whose command line begins so."""
-    every = psutil.process_iter(["cmdline"])
-    return [one.pid for one in every if " ".join(one.info["cmdline"] or ()).startswith(title)]
+    """Of the processes whose command line begins so, or whose program is of this name."""
+    found = []
+    for one in psutil.process_iter(["cmdline"]):
+        words = one.info["cmdline"] or [""]
+        if words[0].endswith(f"/{title}") or " ".join(words).startswith(title):
+            found.append(one.pid)
+    return found
 
 
 def listening(port: int) -> list[int]:
@@ -153,7 +216,7 @@ def sizes(pid: int) -> dict[str, float] | None:
     return None
 
 
-def told(faults: Sequence[Fault]) -> str:
+def kinds(faults: Sequence[Fault]) -> str:
     """How many of what."""
     counts = Counter(
         ("stop " if fault.stopped_s else "kill ") + fault.name.split(" of ")[0].split("-")[0]

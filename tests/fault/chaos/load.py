@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import random
 import statistics
+import sys
 import time
 import uuid
 from collections import Counter
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from benchmarks.output import parser, shown, write
+from tests.e2e.harness import Serve
 from tests.fault.chaos.asks import Answer, ask, difference, draw_manner, make_asks
 from tests.fault.chaos.faults import Cluster
 
@@ -43,6 +45,15 @@ def workers(options: argparse.Namespace) -> list[str]:
     """Arguments of `serve`: how many there are of each role."""
     roles = {"router": options.routers, "prefill": options.prefill, "decode": options.decode}
     return [word for role, num in roles.items() for word in (f"--{role}", str(num))]
+
+
+async def told(root: Path, drain_s: float, *words: str) -> int:
+    """Run a command of `kvlane` that drains, on the cluster below `root`; its exit code."""
+    command = "-m", "cluster", *words, "--timeout", str(drain_s)
+    running = await asyncio.create_subprocess_exec(
+        sys.executable, *command, env=Serve(root).environment(), stdout=asyncio.subprocess.DEVNULL
+    )
+    return await running.wait()
 
 
 class Ended(NamedTuple):

@@ -20,8 +20,8 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.harness import Serve, enter_namespace_of, serving
-from tests.fault.chaos.load import clients_of, command_line, ended, workers
+from tests.e2e.harness import enter_namespace_of, serving
+from tests.fault.chaos.load import clients_of, command_line, ended, told, workers
 from tests.support.prompts import TINY
 
 SCALE = 1.3  # of a weight of each layer: another model, which speaks as well
@@ -49,23 +49,16 @@ def other_weights(place: Path) -> Path:
     return place
 
 
-async def told(root: Path, drain_s: float, *words: str) -> dict[str, Any]:
-    """Run a command of `kvlane`, and how long it took; raises SystemExit if it fails."""
-    began = time.monotonic()
-    command = "-m", "cluster", *words, "--timeout", str(drain_s)
-    running = await asyncio.create_subprocess_exec(
-        sys.executable, *command, env=Serve(root).environment(), stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    _, error = await running.communicate()
-    if running.returncode:
-        raise SystemExit(f"{' '.join(words)}: {error.decode()}")
-    return {"command": " ".join(words), "took_s": time.monotonic() - began}
-
-
 async def operate(options: argparse.Namespace, url: str, root: Path) -> dict[str, Any]:
     """Everything from the first request on; returns the figures."""
     other, done = other_weights(root / "other"), []
+
+    async def took(*words: str) -> dict[str, Any]:
+        began = time.monotonic()
+        if await told(root, options.drain_s, *words):
+            raise SystemExit(f"{' '.join(words)} has failed")
+        return {"command": " ".join(words), "took_s": time.monotonic() - began}
+
     async with clients_of(url, options) as clients:
         async with clients.asking(options.rate) as load:
             for leaf in (
@@ -74,11 +67,11 @@ async def operate(options: argparse.Namespace, url: str, root: Path) -> dict[str
                 f"model.path={TINY}",
             ):
                 await asyncio.sleep(options.pause_s)
-                done.append(await told(root, options.drain_s, "restart", "--set", leaf))
+                done.append(await took("restart", "--set", leaf))
             roles = itertools.cycle(("prefill", "decode"))
             for role in itertools.islice(roles, options.turns):
                 await asyncio.sleep(1)
-                done.append(await told(root, options.drain_s, "role", "decode-1", role))
+                done.append(await took("role", "decode-1", role))
             await asyncio.sleep(options.pause_s)
         figures = await load.figures()
         resumed = (await clients.cluster.metrics()).get("kvlane_resumed_total", 0)
