@@ -7,6 +7,7 @@
 #   two_nodes.sh get URL          print what a URL answers on node A; fails if it does not
 #   two_nodes.sh crash            node B dies, with all its processes, as if its power was cut
 #   two_nodes.sh again            node B is started again
+#   two_nodes.sh head             the same of node A: everything ends, unless REDIS_PORT is set
 #   two_nodes.sh cut | mend       unplug and plug the cable
 #   two_nodes.sh down             end everything; nothing is left
 #
@@ -17,13 +18,15 @@
 #   two_nodes.sh down
 #
 # Environment: PYTHON_BIN (directory of ray and python; default: that of python on PATH) and
-# TWO_NODES_DIR (default /tmp/kvl2; short, because Ray puts sockets there).
+# TWO_NODES_DIR (default /tmp/kvl2; short, because Ray puts sockets there); ON (a or b: where `run`
+# runs); REDIS_PORT: node A keeps Ray's state in a Redis there.
 set -euo pipefail
 
 dir=${TWO_NODES_DIR:-/tmp/kvl2}
 bin=${PYTHON_BIN:-$(dirname "$(command -v python)")}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-head=10.78.0.1
+head=10.78.0.1 on=${ON:-a}
+[ -z "${REDIS_PORT:-}" ] || export RAY_REDIS_ADDRESS=$head:$REDIS_PORT
 export PATH=$bin:$PATH
 export RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0
 export RAY_health_check_initial_delay_ms=1000 RAY_health_check_period_ms=500
@@ -48,11 +51,17 @@ failed() {
 }
 
 wait_head() { # until it listens
-    for _ in $(seq 300); do
+    for _ in $(seq 900); do
         ! ip netns exec kvla bash -c "echo >/dev/tcp/$head/6379" 2>/dev/null || return 0
         sleep 0.2
     done
     failed
+}
+
+first() {
+    node a $head --head --no-monitor --port=6379 --dashboard-host=0.0.0.0 --dashboard-port=8265 \
+        --temp-dir="$dir/a"
+    wait_head
 }
 
 second() { node b 10.78.0.2 --address=$head:6379 --temp-dir="$dir/b"; }
@@ -61,7 +70,7 @@ wait_nodes() { # COUNT
     run python - "$1" <<'EOF' 2>/dev/null || failed
 import sys, time, ray
 ray.init(address="10.78.0.1:6379", log_to_driver=False, logging_level="ERROR")
-deadline = time.monotonic() + 60
+deadline = time.monotonic() + 150
 while sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[1]):
     assert time.monotonic() < deadline
     time.sleep(0.2)
@@ -69,7 +78,7 @@ EOF
 }
 
 run() {
-    (cd "$here" && ip netns exec kvla env RAY_ADDRESS=$head:6379 TMPDIR="$dir/tmp" \
+    (cd "$here" && ip netns exec "kvl$on" env RAY_ADDRESS=$head:6379 TMPDIR="$dir/tmp" \
         XDG_RUNTIME_DIR="$dir/run" "$@")
 }
 
@@ -81,9 +90,9 @@ up() {
     ip link add va netns kvla type veth peer name vb netns kvlb
     ip -n kvla addr add $head/24 dev va; ip -n kvlb addr add 10.78.0.2/24 dev vb
     for n in a b; do ip -n kvl$n link set lo up; ip -n kvl$n link set v$n up; done
-    node a $head --head --no-monitor --port=6379 --dashboard-host=0.0.0.0 --dashboard-port=8265 \
-        --temp-dir="$dir/a"
-    wait_head
+    [ -z "${REDIS_PORT:-}" ] || ip netns exec kvla redis-server --bind $head --port "$REDIS_PORT" \
+        --protected-mode no --save "" --daemonize yes --pidfile "$dir/redis.pid" >"$dir/redis.log"
+    first
     second
     wait_nodes 2
     if python -c 'import aiohttp_cors' 2>/dev/null; then
@@ -119,6 +128,7 @@ down() {
         [ ! -e "$dir/$n.pid" ] || crash $n
         ip netns del kvl$n 2>/dev/null || true
     done
+    [ ! -e "$dir/redis.pid" ] || kill "$(cat "$dir/redis.pid")"
     rm -rf "$dir"
 }
 
@@ -128,9 +138,10 @@ case ${1:-} in
     get) shift; get "$1" ;;
     submit) shift; submit "$@" ;;
     crash) crash b ;;
+    head) crash a; sleep 2; rm -rf "$dir/a"; first; wait_nodes 2 ;;
     again) crash b; rm -rf "$dir/b"; second; wait_nodes 2 ;;
     cut) ip -n kvlb link set vb down ;;
     mend) ip -n kvlb link set vb up ;;
     down) down ;;
-    *) sed -n '2,21s/^# \{0,1\}//p' "$0"; exit 2 ;;
+    *) sed -n '2,23s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac

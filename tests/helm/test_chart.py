@@ -41,6 +41,16 @@ def test_both_helms_render_the_same(name: str) -> None:
     assert rendered(name, 3) == rendered(name, 4)
 
 
+def test_the_state_of_ray_is_on_a_volume_or_in_a_redis() -> None:
+    for name, is_kept in (("pvc", "RAY_gcs_storage_path"), ("s3", "RAY_REDIS_ADDRESS")):
+        (head,) = (each for each in documents(name) if each["kind"] == "StatefulSet")
+        (container,) = head["spec"]["template"]["spec"]["containers"]
+        assert is_kept in {each["name"] for each in container["env"]}
+        has_volume = "gcs" in {each["name"] for each in container["volumeMounts"]}
+        assert has_volume == ("volumeClaimTemplates" in head["spec"]) == (name == "pvc")
+        assert ('--redis-password="$REDIS_PASSWORD" \\\n' in container["args"][0]) == (name == "s3")
+
+
 def check_schemas(objects: dict[str, Any], *versions: str) -> subprocess.CompletedProcess[str]:
     text = json.dumps(objects)
     return tool("venv/bin/python", str(HERE / "schemas.py"), *versions, text=text)

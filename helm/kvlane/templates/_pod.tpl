@@ -3,6 +3,7 @@
 {{- define "kvlane.podTemplate" -}}
 {{- $root := .root -}}
 {{- $component := .component -}}
+{{- $ft := $root.Values.ray.gcsFaultTolerance -}}
 {{- $values := ternary $root.Values.workers.node (index $root.Values $component) (eq $component "node") -}}
 {{- $pod := mergeOverwrite (deepCopy $root.Values.pods) $values -}}
 {{- $selector := include "kvlane.selector" $root | fromYaml -}}
@@ -63,9 +64,19 @@ spec:
       {{- include (printf "kvlane.run.%s" (ternary "worker" $component (has $component (list "prefill" "decode" "node")))) . | nindent 6 }}
       env:
         {{- include "kvlane.env" $root | nindent 8 }}
-        {{- if and (eq $component "head") $root.Values.ray.gcsFaultTolerance.enabled }}
+        {{- if and (eq $component "head") $ft.enabled }}
+        {{- with $ft.redis }}
+        {{- if .address }}
+        - {name: RAY_REDIS_ADDRESS, value: {{ .address | quote }}}
+        - {name: RAY_external_storage_namespace, value: {{ include "kvlane.fullname" $root }}}
+        {{- with .existingSecret }}
+        - {name: REDIS_PASSWORD, valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $ft.redis.key }}}}}
+        {{- end }}
+        {{- else }}
         - {name: RAY_gcs_storage, value: rocksdb}
         - {name: RAY_gcs_storage_path, value: /gcs}
+        {{- end }}
+        {{- end }}
         {{- end }}
         {{- with $pod.env }}
         {{- toYaml . | nindent 8 }}
@@ -109,7 +120,7 @@ spec:
         - {name: tls, mountPath: /etc/kvlane-tls, readOnly: true}
         {{- end }}
         {{- end }}
-        {{- if and (eq $component "head") $root.Values.ray.gcsFaultTolerance.enabled }}
+        {{- if and (eq $component "head") $ft.enabled (not $ft.redis.address) }}
         - {name: gcs, mountPath: /gcs}
         {{- end }}
         {{- with $pod.volumeMounts }}
@@ -160,6 +171,9 @@ args:
   - |
     mkdir -p "$HOME"
     exec ray start --head --block --port=6379 --num-cpus=0 --num-gpus=0 --dashboard-host=0.0.0.0 \
+      {{- if .root.Values.ray.gcsFaultTolerance.redis.existingSecret }}
+      --redis-password="$REDIS_PASSWORD" \
+      {{- end }}
       {{ include "kvlane.rayOptions" .root }}
 {{- with .root.Values.config.cluster }}
 # serve and its workers need this head while they drain.

@@ -34,8 +34,8 @@ def wait_ready(server: subprocess.Popen[bytes], output: Path) -> None:
 
 
 @contextlib.contextmanager
-def serving_on_a(arguments: Sequence[str], output: Path) -> Iterator[None]:
-    """`serve` on the first host, over both, until the body ends; what it says is in `output`.
+def serving_on(host: str, arguments: Sequence[str], output: Path) -> Iterator[None]:
+    """`serve` on host a or b, over both, until the body ends; what it says is in `output`.
 
     Raises SystemExit, with its output, if it does not become ready.
     """
@@ -43,7 +43,7 @@ def serving_on_a(arguments: Sequence[str], output: Path) -> Iterator[None]:
     serve = [sys.executable, "-m", "cluster", "serve", *arguments]
     with output.open("wb") as log:  # not by the script, whose shell passes no signal on
         served = subprocess.Popen(
-            ["ip", "netns", "exec", "kvla", *serve],
+            ["ip", "netns", "exec", f"kvl{host}", *serve],
             env=environment, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
     try:
