@@ -51,7 +51,7 @@ failed() {
 }
 
 wait_head() { # until it listens
-    for _ in $(seq 300); do
+    for _ in $(seq 900); do
         ! ip netns exec kvla bash -c "echo >/dev/tcp/$head/6379" 2>/dev/null || return 0
         sleep 0.2
     done
@@ -70,7 +70,7 @@ wait_nodes() { # COUNT
     run python - "$1" <<'EOF' 2>/dev/null || failed
 import sys, time, ray
 ray.init(address="10.78.0.1:6379", log_to_driver=False, logging_level="ERROR")
-deadline = time.monotonic() + 60
+deadline = time.monotonic() + 150
 while sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[1]):
     assert time.monotonic() < deadline
     time.sleep(0.2)
