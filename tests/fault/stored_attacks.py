@@ -235,8 +235,11 @@ def longest_steps(rows: Sequence[Row]) -> None:
             gc.freeze()  # a router's own heap is small; that of the attacks is not
             for name, made, _ in rows:
                 longest.clear()
-                told = asyncio.run(made(int(url.rpartition(":")[2]), Sizes()))
-                statuses = dict(sorted(Counter(status for status, _ in told).items()))
+
+                async def run(made: Made = made) -> list[Told]:
+                    return await made(int(url.rpartition(":")[2]), Sizes())
+
+                statuses = dict(sorted(Counter(status for status, _ in asyncio.run(run())).items()))
                 print(f"{name:38} {1e3 * longest['kvlane-router']:.0f} ms, {statuses}", flush=True)
 
 
