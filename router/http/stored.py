@@ -169,7 +169,7 @@ class StoredResponses:
         if len(raw) <= SMALL_BYTES:
             return Response(raw, media_type="application/json")
         most = self.store.max_bytes
-        if self._showing.total() + len(raw) > most or self._showing[owner] > most // 4:
+        if self._showing.total() + len(raw) > most or self._showing[owner] > most // 2:
             message = "stored responses are on their way to clients that read slowly"
             raise ApiError("busy", f"{message}: router.stored_responses_mib", retry_after_s=1)
         return Slow(raw, owner, self._showing, self._front.served.config.keep_alive_s)

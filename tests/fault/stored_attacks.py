@@ -1,6 +1,7 @@
 """Floods at stored responses: large ones shown, continued, referred to, and not read.
 
     python -m tests.fault.stored_attacks --routers 2
+    python -m tests.fault.stored_attacks --steps
 
 At routers in processes of their own, whose worker answers at once: how a well-behaved client and
 `/live` fare beside each of them, and how large routers become. `tests.fault.fuzz_http` does the
@@ -9,20 +10,31 @@ same to a cluster.
 
 import argparse
 import asyncio
+import gc
 import json
 import sys
 import tempfile
+import threading
 import time
+from asyncio.events import Handle
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.e2e.raw import Connection
 from tests.fault.http_attacks import MIB, Attack, Made, Row, Sizes, Told, at_once, told
-from tests.fault.router_doubles import DecodeDouble, connected, letter_ids, make_model, speak
+from tests.fault.router_doubles import (
+    DecodeDouble,
+    connected,
+    letter_ids,
+    make_model,
+    serving,
+    speak,
+)
 from tests.support.bystander import Bystander, Stretch
 from tests.support.disturbed import size_of
 from tests.support.heads import head, post
@@ -52,7 +64,7 @@ async def made(port: int, body: Any, tries: int = 5) -> tuple[str, Told]:
 def large(num_bytes: int) -> dict[str, Any]:
     """A body whose prompt is short: most of it is what no template writes."""
     half = "x" * (num_bytes // 2)  # of what is shown, of what is not, and of no place in the API
-    item = {"role": "user", "content": "a", "id": half, "junk": half}
+    item = {"role": "user", "content": "a", "id": half, "junk": [[0, [], {}]] * (num_bytes // 15)}
     return {"input": [item], "metadata": {"x": half}}
 
 
@@ -179,7 +191,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--routers", type=int, default=1)
     parser.add_argument("--alone-s", type=float, default=10.0)
     parser.add_argument("--only", default="", help="of attacks whose names have this")
+    parser.add_argument("--steps", action="store_true", help="the loop's CPU time, of one router")
     args = parser.parse_args(argv)
+    if args.steps:
+        longest_steps([each for each in ATTACKS if args.only in each[0]])
+        return 0
     breaches = list[str]()
     with tempfile.TemporaryDirectory() as root, ExitStack() as stack:
         place = make_model(Path(root))
@@ -201,6 +217,31 @@ def main(argv: Sequence[str]) -> int:
         breaches += [f"{name} has ended" for name in ended]
     print("\n".join(f"BREACH: {each}" for each in breaches))
     return int(bool(breaches))
+
+
+def longest_steps(rows: Sequence[Row]) -> None:
+    """CPU time of the longest step of a router's loop beside each attack, however busy we are."""
+    run, longest = Handle._run, dict[str, float]()
+
+    def timed(handle: Handle) -> None:
+        began = time.thread_time()
+        run(handle)
+        name = threading.current_thread().name
+        longest[name] = max(longest.get(name, 0.0), time.thread_time() - began)
+
+    with tempfile.TemporaryDirectory() as root:
+        place = make_model(Path(root))
+        double = DecodeDouble(script=speak(letter_ids(place)))
+        with serving(place, double) as (_, url), mock.patch.object(Handle, "_run", timed):
+            gc.freeze()  # a router's own heap is small; that of the attacks is not
+            for name, made, _ in rows:
+                longest.clear()
+
+                async def run(made: Made = made) -> list[Told]:
+                    return await made(int(url.rpartition(":")[2]), Sizes())
+
+                statuses = dict(sorted(Counter(status for status, _ in asyncio.run(run())).items()))
+                print(f"{name:38} {1e3 * longest['kvlane-router']:.0f} ms, {statuses}", flush=True)
 
 
 def run_all(
