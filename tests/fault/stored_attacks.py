@@ -221,11 +221,11 @@ def main(argv: Sequence[str]) -> int:
 
 def longest_steps(rows: Sequence[Row]) -> None:
     """CPU time of the longest step of a router's loop beside each attack, however busy we are."""
-    run, longest = Handle._run, dict[str, float]()
+    step, longest = Handle._run, dict[str, float]()
 
     def timed(handle: Handle) -> None:
         began = time.thread_time()
-        run(handle)
+        step(handle)
         name = threading.current_thread().name
         longest[name] = max(longest.get(name, 0.0), time.thread_time() - began)
 
@@ -237,10 +237,11 @@ def longest_steps(rows: Sequence[Row]) -> None:
             for name, made, _ in rows:
                 longest.clear()
 
-                async def run(made: Made = made) -> list[Told]:
+                async def attack(made: Made = made) -> list[Told]:
                     return await made(int(url.rpartition(":")[2]), Sizes())
 
-                statuses = dict(sorted(Counter(status for status, _ in asyncio.run(run())).items()))
+                told = asyncio.run(attack())
+                statuses = dict(sorted(Counter(status for status, _ in told).items()))
                 print(f"{name:38} {1e3 * longest['kvlane-router']:.0f} ms, {statuses}", flush=True)
 
 
