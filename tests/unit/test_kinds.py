@@ -105,6 +105,6 @@ def test_settings_that_a_kind_refuses_are_named() -> None:
         _check_layers(config, shape_of("tiny"))
     kv, engine = {"page_size": 1}, {"max_prefill_tokens": 64}
     config = WorkerConfig.model_validate({"role": "prefill", "engine": engine, "kv": kv})
-    with pytest.raises(UserError, match="kv.page_size must be at least 2"):
+    with pytest.raises(UserError, match=r"kv\.page_size must be at least 2"):
         _check_layers(config, hybrid)
     _check_layers(config, shape_of("tiny"))
