@@ -80,6 +80,13 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     snapshot: tuple[int, int] = (0, 0)
 
 
+class Copies(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """(from, to) of whole slots of state, then of whole pages, one after the other."""
+
+    slots: tuple[tuple[int, int], ...]
+    pages: tuple[tuple[int, int], ...]
+
+
 class Plan(msgspec.Struct, frozen=True, array_like=True):
     """One step: either chunks of prompts or windows of the rows `decode`, never both.
 
@@ -104,8 +111,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     width: int = 1  # tokens that a row of `decode` computes, and draws at most
     num_keys: int = 0  # sum of all rows' bounds, for logs
     num_prompt_logprobs: int = -1  # as num_logprobs, of `Chunk.scored`; -1: nothing is scored
-    copies: tuple[tuple[int, int], ...] = ()  # (from, to): slots of states, one after the other
-    page_copies: tuple[tuple[int, int], ...] = ()  # (from, to): whole pages
+    copies: Copies | None = None
     snapshots: tuple[tuple[int, int], ...] = ()  # (row, slot): where it stores them from now on
 
     @property

@@ -222,7 +222,7 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
         ],
         "schedule.prefill:PrefillScheduler.plan": [
             ("store_from=req.hold.num_matched", "store_from=0"),
-            ("self.book.snapshots.drain() if self.book.snapshots.copies else {}", "{}"),
+            ("self.book.snapshots.drain() if self.book.snapshots.copies else None", "None"),
         ],
         "schedule.prefill:PrefillScheduler.commit": [("num_stored_tokens", "num_computed_tokens")],
     },

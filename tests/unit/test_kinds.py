@@ -15,7 +15,7 @@ from worker.config import ModelConfig, WorkerConfig
 from worker.config.backends import BACKENDS
 from worker.config.checkpoint.families import FAMILIES
 from worker.config.checkpoint.shape import Layer, ModelShape, read_model_shape
-from worker.errors import Unsupported
+from worker.errors import Unsupported, UserError
 from worker.model.kinds import KINDS, Cut, LayerKind, kinds_of, regions_of
 from worker.start.build import _check_layers, model_layout
 from worker.start.check import kv_token_bytes
@@ -103,3 +103,8 @@ def test_settings_that_a_kind_refuses_are_named() -> None:
         with pytest.raises(Exception, match=text):
             _check_layers(config, hybrid)
         _check_layers(config, shape_of("tiny"))
+    kv, engine = {"page_size": 1}, {"max_prefill_tokens": 64}
+    config = WorkerConfig.model_validate({"role": "prefill", "engine": engine, "kv": kv})
+    with pytest.raises(UserError, match=r"kv\.page_size must be at least 2"):
+        _check_layers(config, hybrid)
+    _check_layers(config, shape_of("tiny"))

@@ -16,7 +16,7 @@ from worker.cache.book import Hold, PageBook
 from worker.cache.prefix import Node
 from worker.cache.snapshots import last_line
 from worker.config import EngineConfig
-from worker.plan import Chunk, Drawn, Plan
+from worker.plan import Chunk, Copies, Drawn, Plan
 from worker.schedule.asked import PromptLimits
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.pace import Pace
@@ -129,7 +129,7 @@ class Prompts:
         self.reqs.remove(req)
 
     def launch(self, plan: Plan) -> None:
-        for source, target in plan.copies:
+        for source, target in plan.copies.slots if plan.copies else ():
             self.states[target] = self.states[source]
         owners = [next(r for r in self.reqs if r.hold.slot == c.state_slot) for c in plan.chunks]
         for req, chunk in zip(owners, plan.chunks, strict=True):
@@ -236,7 +236,7 @@ def test_without_snapshots_prompts_are_computed_whole(num_snapshots, prefix_cach
         (chunk,) = plan.chunks
         assert (chunk.start, len(chunk.tokens), chunk.snapshot) == (0, 199, (0, 0))
         assert chunk.store_from == (192 if again and prefix_cache else 0)
-        assert plan.copies == ()
+        assert plan.copies is None
         scheduler.commit(scheduler.settle(plan.step, []))
         scheduler.drop(req)
 
@@ -338,7 +338,7 @@ class Decoding:
 
     def execute(self, plan: Plan) -> list[Drawn]:
         """All at once, as steps of one stream: nothing that is launched later comes before."""
-        for source, target in plan.copies:
+        for source, target in plan.copies.slots if plan.copies else ():
             self.states[target] = self.states[source]
         if plan.chunks:
             found = [self.chunk(chunk) for chunk in plan.chunks]
@@ -451,10 +451,8 @@ def test_a_fork_is_a_copy_and_what_it_is_made_of_stays_until_then() -> None:
     assert (book.num_free_slots, book.num_available) == (1, free), "both are to be copied"
     book.close(first)
     assert book.num_free_slots == 2
-    copies = book.snapshots.drain()
-    assert copies == {
-        "copies": ((slot, second.slot),), "page_copies": ((page, second.pages[2]),)
-    }  # fmt: skip
+    copies = Copies(((slot, second.slot),), ((page, second.pages[2]),))
+    assert book.snapshots.drain() == copies
     book.launched(1)
     book.settled(1)
     assert book.num_free_slots == 3

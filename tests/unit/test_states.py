@@ -122,8 +122,24 @@ def test_pages_without_their_state_are_computed_anew() -> None:
     assert decode.source.state is OK
 
 
-def test_a_state_is_announced_once_its_last_step_has_settled() -> None:
-    """Layer groups of the last step are announced while it computes, and the state is not."""
+def test_with_all_pages_here_another_worker_is_asked_for_the_state() -> None:
+    decode = DecodeSide(source=ScriptedSource(OK), num_slots=4)
+    req = decode.request(40)
+    decode.start(req, ["p/1", "q/1"])
+    decode.hears(KVReady(decode.asked.xfer, 0, (4, 5, 6), 0, 1, False))
+    decode.inbound.poll(time.monotonic())
+    decode.inbound.on_lost("p/1")
+    assert not decode.inbound.poll(time.monotonic())
+    assert (decode.asked.xfer.attempt, decode.asked.num_matched) == (2, 39)
+    sent, outbound, scheduler = outbound_of_states()
+    outbound.on_prefill("decode/d", Prefill(Xfer("x", 1, "d", "p"), tuple(range(40)), 39), 0.0)
+    plan = scheduler.plan()
+    assert plan is not None
+    outbound.announce_settled(scheduler.settle(plan.step, []), 0.0)
+    assert [(m.last, m.state_slot) for m in sent] == [(False, 0), (True, 1)]
+
+
+def outbound_of_states() -> tuple[list[KVReady], Outbound, PrefillScheduler]:
     sent: list[KVReady] = []
     book = PageBook(64, PAGE_SIZE, num_slots=4)
     pace = Pace([], 2, 1, 128, 2, 0.5)
@@ -133,6 +149,12 @@ def test_a_state_is_announced_once_its_last_step_has_settled() -> None:
         "p", scheduler, 2, lambda _, message: sent.append(message),  # type: ignore[arg-type]
         LeaseConfig(), metrics, Refusals(),
     )  # fmt: skip
+    return sent, outbound, scheduler
+
+
+def test_a_state_is_announced_once_its_last_step_has_settled() -> None:
+    """Layer groups of the last step are announced while it computes, and the state is not."""
+    sent, outbound, scheduler = outbound_of_states()
     tokens = tuple(range(100))
     outbound.on_prefill("decode/d", Prefill(Xfer("x", 1, "d", "p"), tokens, 0, 0.0, None, 100), 0.0)
     plan = scheduler.plan()

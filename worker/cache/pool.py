@@ -2,7 +2,6 @@
 
 import mmap
 import os
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch import Tensor
 from worker.cache.eight_bits import E4M3, exponents_of
 from worker.cache.layout import ITEM_BYTES, STATE, KVLayout, KVRegion, MemoryRegion, StateRegion
 from worker.errors import UserError
+from worker.plan import Copies
 
 
 class KVPool:
@@ -90,12 +90,12 @@ class KVPool:
             found += (part, exponents_of(part)) if part.dtype == E4M3 else (part,)
         return found
 
-    def copy(self, slots: Sequence[tuple[int, int]], pages: Sequence[tuple[int, int]]) -> None:
-        """Copy whole states and pages (from, to), in this order, on the current stream."""
-        for source, target in slots:
+    def copy(self, copies: Copies) -> None:
+        """Copy states and pages on the current stream."""
+        for source, target in copies.slots:
             assert self._slots is not None
             self._slots[target].copy_(self._slots[source])
-        for source, target in pages:
+        for source, target in copies.pages:
             for groups in self._pages:
                 groups[:, target].copy_(groups[:, source])
 

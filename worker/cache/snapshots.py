@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from worker.cache.hold import Hold
 from worker.cache.prefix import Node
+from worker.plan import Copies
 
 # On a path without branches so many stay: the last one, and the one before for who edits a turn.
 KEPT_IN_LINE = 2
@@ -59,17 +60,17 @@ class Snapshots:
         node = self._deepest(hold, max_tokens) if hold.slot else None
         if node is not None:
             self.copies[hold.slot] = node.state
-            self._used(node)
+            self._nodes[node] = self._nodes.pop(node, None)  # the last now
             self.num_resumed += 1
         return self.resumable(hold, max_tokens)
 
-    def drain(self) -> dict[str, tuple[tuple[int, int], ...]]:
-        """Return what the plan being made copies before its forward, by fields of Plan."""
-        copies = tuple((source, target) for target, source in self.copies.items())
+    def drain(self) -> Copies:
+        """Return what the plan being made copies before its forward."""
+        slots = tuple((source, target) for target, source in self.copies.items())
         pages = tuple(self.page_copies.values())
         self.copies.clear()
         self.page_copies.clear()
-        return {"copies": copies, "page_copies": pages}
+        return Copies(slots, pages)
 
     def fork(self, source: Hold, target: Hold) -> None:
         """The next plan copies a state, and the page behind those that both share, to `target`.
@@ -133,7 +134,7 @@ class Snapshots:
                 node.state = slot
                 for above in superseded(node):
                     self.drop(above)
-            self._used(node)
+            self._nodes[node] = self._nodes.pop(node, None)  # the last now
 
     def drop(self, node: Node) -> None:
         """Free the snapshot of a node, if it has one."""
@@ -166,10 +167,6 @@ class Snapshots:
         if not self._free and self._nodes:
             self.drop(next(iter(self._nodes)))
         return self._free.pop() if self._free else 0
-
-    def _used(self, node: Node) -> None:
-        self._nodes.pop(node, None)
-        self._nodes[node] = None
 
 
 def last_line(num_tokens: int, grid: int) -> int:

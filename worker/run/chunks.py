@@ -38,7 +38,8 @@ def run_chunks(
     be used.
     """
     loaded, state = graphs.loaded, graphs.loaded.state
-    loaded.pool.copy(plan.copies, plan.page_copies)
+    if plan.copies is not None:
+        loaded.pool.copy(plan.copies)
     with nullcontext() if groups is None else groups.released_on_error():
         batch = loaded.buffers.chunks(plan, shape.num_tokens, fixed_shape=shape.fixed)
         hidden, path = graphs.chunks.launch(batch, None if groups is None else groups.on_layer)

@@ -126,8 +126,8 @@ class ModelRunner:
     @torch.inference_mode()
     def begin(self, plan: Plan) -> "_Drafts | None":
         """Apply a decode plan's row changes; returns the drafts that a masked step verifies."""
-        if plan.copies:
-            self.loaded.pool.copy(plan.copies, plan.page_copies)
+        if plan.copies is not None:
+            self.loaded.pool.copy(plan.copies)
         self._state.apply(plan)
         if plan.starts:
             seed_started(self.loaded, plan)

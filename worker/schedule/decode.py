@@ -160,7 +160,7 @@ class DecodeScheduler:
                 default=-1,
             ),
             snapshots=self.queues.rows.drain_snapshots(),
-            **(snapshots.drain() if snapshots.copies else {}),
+            copies=snapshots.drain() if snapshots.copies else None,
         )
 
     def _snapshot(self, req: Req, bound: int, width: int) -> None:

@@ -125,7 +125,7 @@ class PrefillScheduler:
             tail=tail_of(start.sampling for start in starts),
             max_seq_len_ub=max(req.num_planned_tokens for req, _ in launched),
             num_keys=sum(req.num_planned_tokens for req, _ in launched),
-            **(self.book.snapshots.drain() if self.book.snapshots.copies else {}),
+            copies=self.book.snapshots.drain() if self.book.snapshots.copies else None,
         )
 
     def settle(self, step: int, drawn: Sequence[Drawn]) -> list[PrefillReq]:

@@ -194,7 +194,7 @@ def _check_layers(config: WorkerConfig, shape: ModelShape) -> None:
         if int(config.engine.max_prefill_tokens) < kind.grain:
             param = "engine.max_prefill_tokens"
             raise UserError(f"{param} must be at least {kind.grain} for {kind.people}", param)
-        if kind.grain > 1 and int(config.kv.page_size) == 1 and config.engine.prefix_cache:
+        if kind.grain > 1 and config.kv.page_size == 1 and config.engine.prefix_cache:
             text = f"kv.page_size must be at least 2 for {kind.people} with engine.prefix_cache"
             raise UserError(text, "kv.page_size")
         untraced += [kind.people] * (not kind.is_traced)

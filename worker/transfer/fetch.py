@@ -184,6 +184,7 @@ class Fetch:
         self._last_announced_at = 0.0
         self._pages = _Pages(self._context.layout.num_groups)
         req, num_matched = self.req, self.num_landed_pages * self._context.book.page_size
+        num_matched = min(num_matched, len(req.tokens) - 1)  # it may lack the state alone
         # One token a fetch at most: the hold has pages reserved for no more.
         is_first = len(req.tokens) == self._num_tokens
         draws = self._context.prefill_draws and not (req.leads and self.hold.slot)
