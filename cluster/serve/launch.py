@@ -28,7 +28,7 @@ from cluster.sites.ray_site import Home
 from worker.errors import KvlaneError, UserError, WorldError
 
 CONNECT_TIMEOUT_S = 5.0
-AGENT_NOTES = "agents"  # a line for each death of an agent
+AGENT_NOTES = "agents"  # a line a death of an agent
 DOWN_TIMEOUT_S = 30.0  # for `serve` to end once nothing is left to serve
 
 

@@ -1,7 +1,7 @@
 """How much one rendering of a chat template may write, and for how long: counted as it goes.
 
 A template is the operator's, but what it writes is made of what a client sends: a few kilobytes
-become gigabytes where it indents what is deep, or says something again for each message.
+become gigabytes where it indents what is deep, or says something again with every message.
 """
 
 import json

@@ -60,17 +60,17 @@ ROOT_FILES = 13  # of worker, __init__ among them
 
 # What grows unseen if nothing caps it; `tests.support.structure` prints the figures.
 MAX = {
-    "worker": 32_200,
-    "router": 15_000,
-    "cluster": 7_260,
-    "product": 54_400,
-    "tests": 59_400,
+    "worker": 33_250,
+    "router": 16_200,
+    "cluster": 7_600,
+    "product": 57_000,
+    "tests": 63_000,
     "benchmarks": 7_780,
     "tests / product": 1.11,
     "wide functions": 12,
     "each": 226,
     "rooms": 21,
-    "arrows": 90,
+    "arrows": 91,
     "files of a decode step": 24,
     "lines of a decode step": 4_200,
 }

@@ -132,7 +132,7 @@ class KVConfig(Section):
     where that pays."""
     snapshots: Auto | NonNegativeInt = "auto"
     """Where layers are recurrent, states of prefixes that are kept, from which prompts that begin
-    alike go on; 0: none, each prompt is computed whole. auto: half of engine.state_slots."""
+    alike go on; 0: none, prompts are computed whole. auto: half of engine.state_slots."""
 
 
 class TransportConfig(Section):
