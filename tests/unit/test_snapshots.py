@@ -6,6 +6,7 @@ its own. So whoever resumes from another text, or rewrites what others read, is 
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ from worker.schedule.req import PrefillReq, Req
 from worker.schedule.width import WidthPolicy
 
 SIZE, GRID, ROWS = 16, 64, 4
-Text = tuple[int, ...]
+Text = tuple[Any, ...]
 
 
 class Naive:
