@@ -16,14 +16,14 @@ from tests.support.engines import running, value
 from tests.support.hybrids import poison
 from tests.support.laws import ids
 from tests.support.lockstep import DECODE, PREFILL, Ask, Lockstep
-from tests.support.pairwise import in_whole
+from tests.support.pairwise import in_whole, more, whole
 from worker.api import Sampling
 
 Text = tuple[int, ...]
 GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
 LONG = 330  # tokens of the prompt with which others begin
 # How far they share it: grid lines, and what lies before, behind and between them.
-SHARED = (1, 63, 64, 65, 100, 127, 128, 129, 192, 256, 300, 319, 320, 321, 329)
+SHARED = (63, 64, 65, 128, 300, 320, 321, *more(1, 100, 127, 129, 192, 256, 319, 329))
 
 
 def fresh(rng: random.Random, count: int) -> Text:
@@ -71,9 +71,8 @@ MTP = {"drafter": "mtp", "widths": [1, 4]}
 @pytest.mark.parametrize(
     ("place", "spec", "sparse", "chunks"),
     [
-        ("always", {}, False, 512),
         ("never", MTP, True, 128),
-        *in_whole(("always", MTP, True, 64), ("never", {}, False, 512)),
+        *in_whole(("always", {}, False, 512), ("always", MTP, True, 64), ("never", {}, False, 512)),
     ],
 )
 def test_a_prompt_that_begins_like_another_gets_the_text_of_a_cold_run(
@@ -101,7 +100,7 @@ def turns(made: Lockstep, answers: int) -> list[tuple[Text, list[int], int]]:
     rng, sampling = random.Random(5), Sampling(answers, temperature=0.0, ignore_eos=True)
     system = fresh(rng, 90)
     talks, found = [(*system, *fresh(rng, num)) for num in (20, 37, 54)], []
-    for turn in range(4):
+    for turn in range(4 if whole else 3):
         replies = made.serve([Ask(talk, sampling) for talk in talks])
         for i, reply in enumerate(replies):
             found.append((talks[i], reply.tokens, reply.num_cached_tokens))
@@ -121,7 +120,7 @@ def cold_turns(answers: int) -> list[tuple[Text, list[int], int]]:
 NGRAM = {"drafter": "ngram", "widths": [4]}
 
 
-@pytest.mark.parametrize("spec", [{}, MTP | {"widths": [4]}, NGRAM])
+@pytest.mark.parametrize("spec", [MTP | {"widths": [4]}, *in_whole(({},), (NGRAM,))])
 def test_a_conversation_goes_on_from_what_its_answers_have_left(spec: dict[str, Any]) -> None:
     """Snapshots that decode steps have stored, at any width, are as good as a prompt's."""
     wanted = cold_turns(100)
@@ -132,7 +131,7 @@ def test_a_conversation_goes_on_from_what_its_answers_have_left(spec: dict[str, 
         assert [turn[:2] for turn in found] == [turn[:2] for turn in wanted]
         following = zip(found, found[3:], strict=False)
         deeper = [later for (prompt, *_), (*_, later) in following if later > len(prompt)]
-        assert len(deeper) > len(found) // 2, found
+        assert len(deeper) > len(found) // 3, found
     finally:
         made.close()
 
@@ -160,30 +159,31 @@ def test_preempted_requests_and_further_choices_resume(place: str) -> None:
     """Of a pool that is too small, in which snapshots go with their pages all the time."""
     rng = random.Random(9)
     long = fresh(rng, 140)
-    sampling = Sampling(90, temperature=0.0, ignore_eos=True)
-    asks = [Ask((*long, *fresh(rng, 7 * i)), sampling, at=i) for i in range(6)]
+    sampling = Sampling(70, temperature=0.0, ignore_eos=True)
+    asks = [Ask((*long, *fresh(rng, 7 * i)), sampling, at=i) for i in range(5)]
     asks += [Ask(asks[0].prompt, sampling, after=0).but(seed=9, temperature=0.9) for _ in range(2)]
 
-    def served_by(made: Lockstep) -> list[list[int]]:
+    def served_by(made: Lockstep, rounds: int) -> list[list[int]]:
         try:
             for engine in made.engines.values():
                 poison(engine)
-            answers = [[a.tokens for a in made.serve(asks)] for _ in range(2)]
-            assert answers[0] == answers[1]
+            answers = [[a.tokens for a in made.serve(asks)] for _ in range(rounds)]
+            assert answers == answers[:1] * rounds
             return answers[0]
         finally:
             made.close()
 
-    wanted = served_by(Lockstep(config_of("never", prefix_cache=False), num_prefill=0))
-    few = {"num_pages": 40, "growth_tokens": 1}
+    wanted = served_by(Lockstep(config_of("never", prefix_cache=False), num_prefill=0), 1)
+    few = {"num_pages": 34, "growth_tokens": 1}
     made = Lockstep(config_of(place), decode_sections={"engine": few})
-    assert served_by(made) == wanted
+    assert served_by(made, 2) == wanted
     decode = made.engines[DECODE]
     assert value(decode.metrics.preemptions) > 3, "the pool was not small enough"
     assert resumed(made, DECODE) > 3 or place == "always"
 
 
-@pytest.mark.parametrize("place", ["never", *in_whole(("always",))])
+@pytest.mark.whole
+@pytest.mark.parametrize("place", ["never", "always"])
 def test_hits_with_pages_in_eight_bits(place: str) -> None:
     """Equal to a cold run with such pages; those that are shared are not stored again."""
     prompts = tuple(branches()[:12])
