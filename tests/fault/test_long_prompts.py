@@ -1,19 +1,15 @@
 """Many long prompts, computed, while their worker dies: none is lost, and no link is closed on."""
 
-import json
 import os
-import shutil
 import signal
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.e2e.shared import Clusters
-from tests.fault.crowd_attacks import TINY
 from tests.support.pairwise import in_whole
 from tests.support.patience import HANG_S
 
@@ -25,23 +21,10 @@ SETTINGS = (
 )
 
 
-def wide_model(root: Path) -> Path:
-    """tiny, with positions for prompts of LENGTH tokens."""
-    made = root / "tiny"
-    shutil.copytree(TINY, made)
-    fields = json.loads((made / "config.json").read_text())
-    fields["max_position_embeddings"] = 2 * LENGTH
-    (made / "config.json").write_text(json.dumps(fields))
-    return made
-
-
 @pytest.mark.parametrize("num", in_whole((80,)))
-def test_many_long_prompts_outlive_their_worker(
-    clusters: Clusters, tmp_path: Path, num: int
-) -> None:
+def test_many_long_prompts_outlive_their_worker(clusters: Clusters, num: int) -> None:
     more = [word for each in SETTINGS for word in ("--set", each)]
-    path = f"model.path={wide_model(tmp_path)}"
-    serve = clusters.fresh("--prefill", "1", "--decode", "2", "--set", path, *more)
+    serve = clusters.fresh("--prefill", "1", "--decode", "2", *more)
     prompts = [[5 + (i + j) % 900 for j in range(LENGTH)] for i in range(num)]
     post = partial(httpx.post, f"{serve.url}/v1/completions", timeout=10 * HANG_S)
     with ThreadPoolExecutor(num) as threads:
