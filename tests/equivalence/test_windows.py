@@ -25,7 +25,7 @@ from tests.support.engines import Answer, value
 from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.oracle import Oracle, Script, check_windows
 from tests.support.pairwise import halved, in_whole, more, whole
-from tests.support.prompts import problem_ids
+from tests.support.prompts import TINY, problem_ids
 from worker.api import Sampling, Window
 from worker.forward.draws import Masks
 from worker.step.rows import SampledRows
@@ -202,7 +202,7 @@ def test_windows_pass_the_last_position_of_the_model(width: int) -> None:
     found = []
     for widths in ((1,), (width,)):
         config = sections("cpu", "never", num_pages=300, max_prefill_tokens=512, strict=True)
-        config["model"]["max_model_len"] = "auto"
+        config["model"] |= {"max_model_len": "auto", "path": str(TINY.with_name("tiny-moe"))}
         config["spec"] = {"widths": list(widths)}
         made = Lockstep(config, num_prefill=0)
         longest = made.engines[DECODE].shape.max_position_embeddings

@@ -64,7 +64,7 @@ async def made(port: int, body: Any, tries: int = 5) -> tuple[str, Told]:
 def large(num_bytes: int) -> dict[str, Any]:
     """A body whose prompt is short: most of it is what no template writes."""
     half = "x" * (num_bytes // 2)  # of what is shown, of what is not, and of no place in the API
-    item = {"role": "user", "content": "a", "id": half, "junk": [[0, [], {}]] * (num_bytes // 15)}
+    item = {"role": "user", "content": "a", "id": half, "junk": [[0, [], {}]] * (num_bytes // 60)}
     return {"input": [item], "metadata": {"x": half}}
 
 

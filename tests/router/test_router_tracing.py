@@ -24,7 +24,7 @@ def moody(double: DecodeDouble, peer: str, generate: Generate) -> None:
     if generate.dispatch == 1:
         double.refuse(peer, generate)
     elif generate.num_prompt_tokens == 2:
-        error = Error("out_of_pages", "no page is left")
+        error = Error("worker_lost", "it has died")
         double.chunk(peer, generate, finish=FinishReason.ERROR, error=error)
     else:
         SPEAK(double, peer, generate)
@@ -83,7 +83,7 @@ def test_a_request_that_fails_says_how(traced: tuple[str, Collector]) -> None:
     assert root.is_error
     last = named(spans, "dispatch")[-1]
     assert last.is_error
-    assert root.attributes["error.type"] == last.attributes["error.type"] == "out_of_pages"
+    assert root.attributes["error.type"] == last.attributes["error.type"] == "worker_lost"
     assert root.attributes["http.response.status_code"] == response.status_code
     assert root.attributes["gen_ai.response.finish_reasons"] == ["out_of_pages"]
     assert "gen_ai.latency.time_to_first_token" not in root.attributes
