@@ -85,7 +85,7 @@ def test_a_request_that_fails_says_how(traced: tuple[str, Collector]) -> None:
     assert last.is_error
     assert root.attributes["error.type"] == last.attributes["error.type"] == "worker_lost"
     assert root.attributes["http.response.status_code"] == response.status_code
-    assert root.attributes["gen_ai.response.finish_reasons"] == ["out_of_pages"]
+    assert root.attributes["gen_ai.response.finish_reasons"] == ["worker_lost"]
     assert "gen_ai.latency.time_to_first_token" not in root.attributes
 
 
