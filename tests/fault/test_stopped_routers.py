@@ -8,7 +8,7 @@ from tests.fault.stopped_routers import at_routers
 from tests.support import pairwise
 
 
-@pytest.mark.parametrize("num", [4, *pairwise.more(2)])
+@pytest.mark.parametrize("num", pairwise.in_whole((2,), (4,)))
 def test_others_say_what_is_right_or_when_to_ask_again(tmp_path: Path, num: int) -> None:
     seen = set[int]()
     for stage, answers, wrong in at_routers(tmp_path / "model", num):

@@ -48,7 +48,8 @@ def test_the_state_of_ray_is_on_a_volume_or_in_a_redis() -> None:
         assert is_kept in {each["name"] for each in container["env"]}
         has_volume = "gcs" in {each["name"] for each in container["volumeMounts"]}
         assert has_volume == ("volumeClaimTemplates" in head["spec"]) == (name == "pvc")
-        assert ('--redis-password="$REDIS_PASSWORD" \\\n' in container["args"][0]) == (name == "s3")
+        asks = '--redis-password="$(cat /etc/kvlane-redis/password)" \\\n'
+        assert (asks in container["args"][0]) == (name == "s3")
 
 
 def check_schemas(objects: dict[str, Any], *versions: str) -> subprocess.CompletedProcess[str]:

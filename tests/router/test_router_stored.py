@@ -1,6 +1,7 @@
 """What is kept of responses: its bounds, and one store of several routers."""
 
 import gc
+import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -91,10 +92,16 @@ def test_one_that_ends_after_it_was_deleted_stays_deleted(several: Several) -> N
     body = {"model": "small", "input": "a", "stream": True}
     until(lambda: bool(several.waiting))
     several.waiting.clear()
-    with httpx.stream("POST", f"{url}/v1/responses", json=body, headers=key, timeout=None) as made:
+    first = several.text.encode("o", add_special_tokens=False)
+
+    def begin() -> None:
         until(lambda: bool(several.waiting))
-        first = several.text.encode("o", add_special_tokens=False)
         several.double.chunk(*several.waiting[0], first)
+
+    beginning = threading.Thread(target=begin)  # until then no stream is open
+    beginning.start()
+    with httpx.stream("POST", f"{url}/v1/responses", json=body, headers=key, timeout=None) as made:
+        beginning.join()
         lines = (line for line in made.iter_lines() if line.startswith("data: "))
         streamed = from_json(next(lines)[6:])["response"]["id"]
         assert ask(several, 1, "GET", f"/{streamed}").json()["status"] == OPEN

@@ -69,9 +69,6 @@ spec:
         {{- if .address }}
         - {name: RAY_REDIS_ADDRESS, value: {{ .address | quote }}}
         - {name: RAY_external_storage_namespace, value: {{ include "kvlane.fullname" $root }}}
-        {{- with .existingSecret }}
-        - {name: REDIS_PASSWORD, valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $ft.redis.key }}}}}
-        {{- end }}
         {{- else }}
         - {name: RAY_gcs_storage, value: rocksdb}
         - {name: RAY_gcs_storage_path, value: /gcs}
@@ -123,6 +120,9 @@ spec:
         {{- if and (eq $component "head") $ft.enabled (not $ft.redis.address) }}
         - {name: gcs, mountPath: /gcs}
         {{- end }}
+        {{- if and (eq $component "head") $ft.redis.existingSecret }}
+        - {name: redis, mountPath: /etc/kvlane-redis, readOnly: true}
+        {{- end }}
         {{- with $pod.volumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -143,6 +143,9 @@ spec:
     {{- with $values.tls.existingSecret }}
     - {name: tls, secret: {secretName: {{ . }}, items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}]}}
     {{- end }}
+    {{- end }}
+    {{- if and (eq $component "head") $ft.redis.existingSecret }}
+    - {name: redis, secret: {secretName: {{ $ft.redis.existingSecret }}, items: [{key: {{ $ft.redis.key }}, path: password}]}}
     {{- end }}
     {{- with $pod.volumes }}
     {{- toYaml . | nindent 4 }}
@@ -172,7 +175,7 @@ args:
     mkdir -p "$HOME"
     exec ray start --head --block --port=6379 --num-cpus=0 --num-gpus=0 --dashboard-host=0.0.0.0 \
       {{- if .root.Values.ray.gcsFaultTolerance.redis.existingSecret }}
-      --redis-password="$REDIS_PASSWORD" \
+      --redis-password="$(cat /etc/kvlane-redis/password)" \
       {{- end }}
       {{ include "kvlane.rayOptions" .root }}
 {{- with .root.Values.config.cluster }}
