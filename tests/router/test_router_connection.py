@@ -273,4 +273,5 @@ def test_a_client_that_leaves_after_a_large_body_is_noticed(
     client.sendall(BODY)
     _, generate = double.take()
     client.close()
-    assert double.expect(Abort).req_id == generate.req_id
+    while double.expect(Abort).req_id != generate.req_id:
+        pass  # of a request of a test before
