@@ -44,7 +44,7 @@ class CompactAnswer(ResponseAnswer):
             said, *parts = self._parts or asked.store.get(asked.owner, self.name).parts
         except MissingResponse:
             message = "the conversation had to go meanwhile: router.stored_responses_mib is full"
-            raise ApiError("busy", message, retry_after_s=1) from None
+            raise ApiError("busy", message) from None
         if text:
             summary = {"id": f"{self.name}-0", "type": "compaction"}
             parts = [said, to_json([{**summary, "encrypted_content": CONDENSED + text}])]

@@ -59,7 +59,7 @@ class Arrivals:
         if own or self.num_bytes + num_bytes > self._max:
             mib, whose = (self._own if own else self._max) >> 20, "one client's " if own else ""
             message = f"{whose}bodies on their way have {mib} MiB at most (router.max_bodies_mib)"
-            raise ApiError("busy", message, retry_after_s=1)
+            raise ApiError("busy", message)
 
     def add(self, source: str, *, num: int = 0, num_bytes: int = 0) -> None:
         """Count more, or less."""

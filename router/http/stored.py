@@ -130,7 +130,7 @@ class StoredResponses:
                 if self._fetched > self.store.max_bytes:
                     message = "too many stored responses are being continued"
                     limit = "router.stored_responses_mib"
-                    raise ApiError("busy", f"{message}: {limit}", retry_after_s=1)
+                    raise ApiError("busy", f"{message}: {limit}")
         finally:
             self._fetched -= fetched
 
@@ -171,7 +171,7 @@ class StoredResponses:
         most = self.store.max_bytes
         if self._showing.total() + len(raw) > most or self._showing[owner] > most // 2:
             message = "stored responses are on their way to clients that read slowly"
-            raise ApiError("busy", f"{message}: router.stored_responses_mib", retry_after_s=1)
+            raise ApiError("busy", f"{message}: router.stored_responses_mib")
         return Slow(raw, owner, self._showing, self._front.served.config.keep_alive_s)
 
     @asynccontextmanager
@@ -182,7 +182,7 @@ class StoredResponses:
             return
         if self._waiting.total() >= MAX_WAITING or self._waiting[owner] >= MAX_WAITING // 2:
             message = "too many large conversations are being continued"
-            raise ApiError("busy", message, retry_after_s=1)
+            raise ApiError("busy", message)
         self._waiting[owner] += 1
         try:
             async with self._turns:
@@ -192,7 +192,7 @@ class StoredResponses:
 
     async def _of_own(self, verb: Verb, owner: str, name: str) -> bytes:
         if self._leaves:
-            raise ApiError("busy", "this router hands over what it keeps", retry_after_s=1)
+            raise ApiError("busy", "this router hands over what it keeps")
         match verb:
             case "shown":
                 return self.store.get(owner, name).shown
@@ -218,7 +218,7 @@ class StoredResponses:
         if answer is not None and answer.status_code == 400:
             raise ApiError("invalid_value", answer.json()["error"]["message"])
         message = "the router that keeps this response does not answer; try again"
-        raise ApiError("busy", message, retry_after_s=1)
+        raise ApiError("busy", message)
 
     async def hand_over(self) -> None:
         """Have the other routers take what is kept, the newest first, as far as there is time.
@@ -249,12 +249,12 @@ class StoredResponses:
     async def _take(self, tag: str) -> bytes:
         """Keep what a router that leaves has ready; it is asked where members are known to be."""
         if self._front.draining:
-            raise ApiError("draining", "the router is draining", retry_after_s=1)
+            raise ApiError("draining", "the router is draining")
         for other in self._siblings.routers():
             if tag_of(other.incarnation) == tag:
                 answer = await self._siblings.tell(other, f"{PATH}/ready/{tag}/0")
                 if answer is None or answer.status_code != 200:
-                    raise ApiError("busy", "it does not answer", retry_after_s=1)
+                    raise ApiError("busy", "it does not answer")
                 for kept, left_s in reversed(unpacked(answer.content)):
                     self.store.take(kept, left_s)
                 return b"{}"
