@@ -89,7 +89,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--whole",
         action="store_true",
-        help="all cases of products, of which else a few hold every pair; all seeds and bodies",
+        help="all cases of products, of which else a few hold every value; all seeds and bodies",
     )
 
 
@@ -133,7 +133,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test with the marker `product` gets its factors as arguments."""
     marker = metafunc.definition.get_closest_marker("product")
     if marker is not None:
-        chosen = pairwise.every if pairwise.whole else pairwise.pairwise
+        chosen = pairwise.every if pairwise.whole else pairwise.each_value
         cases = chosen(marker.kwargs)
         names = ["-".join(str(value) for value in case) for case in cases]
         metafunc.parametrize(tuple(marker.kwargs), cases, ids=names)

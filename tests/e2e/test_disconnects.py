@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from benchmarks.train.problems import held_out_problems
+from tests.e2e.check import KNOWN
 from tests.e2e.harness import Serve
 from tests.e2e.raw import Connection
 from tests.e2e.shared import Clusters
@@ -26,7 +27,6 @@ from tests.support.reference import reference_texts
 from tests.support.scrape import scrape
 
 NUM_WITNESSES = 6
-MAX_TOKENS = 60
 NUM_ROWS = 12
 NUM_LONG = 1600  # tokens of a long prompt: a hundred steps of prefill
 VOCAB_SIZE = 1024
@@ -47,7 +47,7 @@ NUM_CHOICES = sum(n for n, _ in KINDS)
 
 @pytest.fixture
 def cluster(clusters: Clusters) -> Serve:
-    reference_texts(NUM_WITNESSES, MAX_TOKENS)
+    reference_texts(*KNOWN)
     return clusters.lend(*ARGUMENTS)
 
 
@@ -97,7 +97,7 @@ async def until_waiting(serve: Serve, num: int) -> None:
 async def witnesses(serve: Serve) -> AsyncIterator[None]:
     """Problems asked before the body, and what became of them after it."""
     questions = [problem.question for problem in held_out_problems(NUM_WITNESSES)]
-    asked = asyncio.create_task(ask_all(serve.url, questions, max_tokens=MAX_TOKENS))
+    asked = asyncio.create_task(ask_all(serve.url, questions, max_tokens=KNOWN[1]))
     try:
         yield
         outcomes = await asked
@@ -105,7 +105,7 @@ async def witnesses(serve: Serve) -> AsyncIterator[None]:
         asked.cancel()
     assert [outcome.error for outcome in outcomes] == [None] * NUM_WITNESSES
     texts = [(outcome.text, outcome.finish_reason) for outcome in outcomes]
-    assert texts == list(reference_texts(NUM_WITNESSES, MAX_TOKENS))
+    assert texts == list(reference_texts(*KNOWN)[:NUM_WITNESSES])
 
 
 async def while_it_waits_for_a_worker(serve: Serve) -> None:

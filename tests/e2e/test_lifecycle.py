@@ -20,7 +20,7 @@ import pytest
 
 from cluster.cli import RAY_SETTINGS
 from cluster.serve.lifetime import find_running
-from tests.e2e.check import MAX_TOKENS, NUM
+from tests.e2e.check import KNOWN
 from tests.e2e.harness import REPOSITORY, Serve, processes, shared_memory
 from tests.e2e.shared import Clusters
 from tests.fault.saturation import saturate, stop_engine
@@ -135,7 +135,7 @@ def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_noth
         kill_and_wait_said(serve, name)
     num_printed = len(serve.output)
     # Under load: nobody notices, it comes back. tests/gpu/test_kills_on_cuda.py shows GPUs' memory.
-    load = Steady(num_problems=NUM, max_tokens=MAX_TOKENS, num_at_once=2)
+    load = Steady(*KNOWN, num_at_once=2)
     killing = Killing(serve, load, "mooncake/tcp", tuple, timeout_s=HANG_S)
     num = 2 if pairwise.whole else 1
     asyncio.run(killing.repeat(num))

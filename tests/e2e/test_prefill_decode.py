@@ -5,17 +5,16 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.check import NUM, check_cluster
+from tests.e2e.check import KNOWN, check_cluster
 from tests.e2e.harness import Serve
 from tests.e2e.shared import USUAL, Clusters
-from tests.support import pairwise
 
 PAIRS = {f"prefill-{i} -> decode-{j}" for i in range(2) for j in range(2)}
 
 
 def test_concurrent_problems_equal_one_process(clusters: Clusters) -> None:
     serve = clusters.lend(*USUAL)
-    check_cluster(serve.url, NUM if pairwise.whole else 16)
+    check_cluster(serve.url, KNOWN[0], KNOWN)
     rows = serve.wait_idle()
     assert {name for name, row in rows.items() if row["counters"]} >= {"prefill-1", "decode-1"}
 

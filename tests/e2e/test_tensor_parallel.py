@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from benchmarks.train.problems import held_out_problems
-from tests.e2e.check import MAX_TOKENS as LONG
-from tests.e2e.check import NUM as MANY
+from tests.e2e.check import KNOWN
 from tests.e2e.harness import Serve, processes, shared_memory
 from tests.e2e.shared import Clusters
 from tests.support import pairwise
@@ -25,7 +24,6 @@ from tests.support.scrape import scrape
 from tests.support.trace_laws import check_request
 
 NUM_ASKED = 8 if pairwise.whole else 4  # greedy and seeded ones by turns
-NUM, MAX_TOKENS = (MANY, LONG) if pairwise.whole else (6, 60)  # of known texts
 COMPUTED = "kvlane_prompt_tokens_computed_total"
 PARENT = "b7ad6b7169203331"  # the client's span
 
@@ -40,7 +38,7 @@ async def answers(serve: Serve, victim: int = 0) -> list[Outcome]:
     questions = [problem.question for problem in held_out_problems(NUM_ASKED)]
     outcomes = [Outcome() for _ in questions]
     asking = asyncio.create_task(
-        ask_all(serve.url, questions, max_tokens=MAX_TOKENS, timeout_s=HANG_S, outcomes=outcomes)
+        ask_all(serve.url, questions, max_tokens=KNOWN[1], timeout_s=HANG_S, outcomes=outcomes)
     )
     if victim:
         while not any(each.num_chunks for each in outcomes) and not asking.done():
@@ -52,7 +50,7 @@ async def answers(serve: Serve, victim: int = 0) -> list[Outcome]:
 def check_answers(serve: Serve, victim: int = 0, *, may_be_cut: bool = False) -> None:
     """Texts of one rank, greedy and seeded; those of a decode worker that dies may be cut off."""
     outcomes = asyncio.run(answers(serve, victim))
-    expected = reference_texts(NUM, MAX_TOKENS)[:NUM_ASKED]
+    expected = reference_texts(*KNOWN)[:NUM_ASKED]
     for each, (text, reason) in zip(outcomes, expected, strict=True):
         if may_be_cut and each.error == "worker_lost":
             assert text.startswith(each.text)

@@ -22,7 +22,7 @@ from tests.support.delay_mix import differing, seeded_mix
 from tests.support.drafter_cases import Known, judge, speculation, workers
 from tests.support.engines import Answer, value
 from tests.support.lockstep import DECODE, Ask, Lockstep
-from tests.support.pairwise import every, in_whole, more, pairwise, whole
+from tests.support.pairwise import each_value, every, in_whole, more, whole
 from worker.api import Sampling
 from worker.plan import Drawn
 from worker.schedule.decode import DecodeScheduler, Settled
@@ -47,13 +47,13 @@ FACTORS: dict[str, Any] = {
     "drawn": ("greedy", "seeded"),
 }
 Step = tuple[int, tuple[int, ...], int]  # position, drafts and tokens of a window
-# Fewer forms hold every pair, and each other form has one case.
-PAIRS = {**FACTORS, "form": ("eagle3", "dflash")}
+# Two forms hold every value, and each other form has one case.
+TWO = {**FACTORS, "form": ("eagle3", "dflash")}
 OTHERS = [
     (form, True, "pieces", True, 16, True, 23, "pulled in groups", "others", drawn)
     for form, drawn in (("eagle", "seeded"), ("mtp", "greedy"), ("dflash mixed", "greedy"))
 ]
-CASES = every(FACTORS) if whole else [*pairwise(PAIRS), *OTHERS]
+CASES = every(FACTORS) if whole else [*each_value(TWO), *OTHERS]
 
 
 def preempt_now_and_then(scheduler: DecodeScheduler) -> None:

@@ -19,6 +19,7 @@ from tests.support import smollm2
 from tests.support.dense_families import MIXED, NO_PAD, YARN
 from tests.support.engines import running
 from tests.support.gguf_files import read_by_transformers, write_model
+from tests.support.pairwise import whole
 from worker.api import Sampling
 from worker.config import ModelConfig, SpecConfig
 from worker.config.checkpoint.shape import read_model_shape
@@ -146,10 +147,10 @@ def test_two_ranks_hold_what_one_does_and_a_model_may_lie_in_several_files(tmp_p
 
 @pytest.mark.skipif(not smollm2.IS_HERE, reason=smollm2.ABSENT)
 def test_a_real_model_answers_as_transformers_does() -> None:
-    """`tests.support.smollm2` shows it at length, of a cluster. Here prefill has one rank, decode
-    has three, and prompt lookup drafts."""
+    """`tests.support.smollm2` shows it at length, of a cluster. Here prompt lookup drafts; with
+    --whole decode has three ranks."""
     reference = smollm2.Reference(slices(ModelConfig(path=smollm2.NAME).directory))
-    tokenizer, asked = reference.tokenizer(), smollm2.chats(4, seed=2)
+    tokenizer, asked = reference.tokenizer(), smollm2.chats(4 if whole else 2, seed=2)
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in asked]
     ids = [each["input_ids"][:60] for each in prompts]
     engine = {"device": "cpu", "threads": 1, "cpu_pool_bytes": 48 << 20, "max_num_reqs": 4}
@@ -157,11 +158,11 @@ def test_a_real_model_answers_as_transformers_does() -> None:
         "model": {"path": smollm2.NAME, "max_model_len": 256}, "engine": engine,
         "spec": {"drafter": "ngram"}, "disaggregation": {"mode": "always"},
     }  # fmt: skip
-    greedy = Sampling(8, temperature=0.0, logprobs=0)
-    with running(sections, decode_tp=3) as cluster:
+    greedy = Sampling(8 if whole else 4, temperature=0.0, logprobs=0)
+    with running(sections, decode_tp=3 if whole else 1) as cluster:
         answers = cluster.answers(ids, greedy)
         (again,) = cluster.answers(ids[:1], replace(greedy, max_tokens=2))
-        text = tokenizer.encode(smollm2.TEXT, add_special_tokens=False)[:100]
+        text = tokenizer.encode(smollm2.TEXT, add_special_tokens=False)[: 100 if whole else 40]
         (scored,) = cluster.answers([text], Sampling(1, temperature=0.0, prompt_logprobs=0))
     for prompt, answer in zip([*ids, ids[0]], [*answers, again], strict=True):
         told = [each.logprob for each in answer.logprobs]

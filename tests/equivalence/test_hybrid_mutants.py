@@ -21,6 +21,7 @@ from tests.equivalence import test_hybrid_laws as laws
 from tests.equivalence import test_models as models
 from tests.equivalence import test_mtp as mtp
 from tests.support.engines import running
+from tests.support.pairwise import one_in
 from tests.unit import test_chunk_rows, test_recurrent, test_snapshots
 from tests.unit import test_states as states
 
@@ -266,7 +267,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("law", "where", "old", "new"), CASES)
+@pytest.mark.parametrize(("law", "where", "old", "new"), one_in(4, CASES))
 def test_a_mutant_is_red(
     law: str, where: str, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,10 +285,8 @@ def test_a_mutant_is_red(
         LAWS[law](tmp_path)
 
 
-@pytest.mark.parametrize(
-    "law",
-    [pytest.param(law, marks=COSTS_MUCH * (law == "served")) for law in LAWS],
-)
+@pytest.mark.whole  # they are tests elsewhere
+@pytest.mark.parametrize("law", LAWS)
 def test_without_a_mutant_the_law_is_green(law: str, tmp_path: Path) -> None:
     LAWS[law](tmp_path)
 

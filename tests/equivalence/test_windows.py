@@ -24,7 +24,7 @@ from tests.support.delay_mix import NUM_PAGES, Delays, Plain, differing, section
 from tests.support.engines import Answer, value
 from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.oracle import Oracle, Script, check_windows
-from tests.support.pairwise import halved, in_whole, more, whole
+from tests.support.pairwise import in_whole, more, one_in, whole
 from tests.support.prompts import TINY, problem_ids
 from worker.api import Sampling, Window
 from worker.forward.draws import Masks
@@ -310,7 +310,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", halved(MUTANTS))
+@pytest.mark.parametrize("name", one_in(4, MUTANTS))
 def test_the_laws_fail_for_a_mutant(name: str, plain: Plain, monkeypatch) -> None:
     asked, wanted = plain
     known = scripts(*plain)

@@ -1,4 +1,4 @@
-"""A few cases of a product of factors that hold every pair of values of any two of them."""
+"""A few cases of a product of factors that hold every pair of values, or every value."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,6 +9,7 @@ from allpairspy import AllPairs
 
 whole = False  # pytest --whole; set by tests/conftest.py before test files are imported
 Case = tuple[Any, ...]  # one value of each factor
+PARAM = type(pytest.param())
 
 
 def every(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
@@ -25,10 +26,17 @@ def in_whole(*cases: Case) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.whole) for case in cases]
 
 
-def halved(values: Iterable[Any]) -> list[Any]:
-    """Arguments for `parametrize`: every other one, and the rest with `--whole` alone."""
-    found = list(values)
-    return [*found[::2], *in_whole(*((value,) for value in found[1::2]))]
+def one_in(num: int, cases: Iterable[Any]) -> list[Any]:
+    """Arguments for `parametrize`: one of so many, and the rest with `--whole` alone."""
+    found = []
+    for i, case in enumerate(cases):
+        given, how = (case if isinstance(case, tuple) else (case,)), {}
+        if isinstance(case, PARAM):
+            given, how = case.values, {"id": case.id, "marks": case.marks}
+        if i % num:
+            how["marks"] = [*how.get("marks", ()), pytest.mark.whole]
+        found.append(pytest.param(*given, **how))
+    return found
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
@@ -41,3 +49,14 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
         for case in AllPairs([list(factors[name]) for name in names])
     ]
     return [tuple(case[name] for name in factors) for case in cases]
+
+
+def each_value(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
+    """Fewer of those cases, that hold every value; the same ones each time."""
+    left = {(name, value) for name, values in factors.items() for value in values}
+    rest, cases = pairwise(factors), list[Case]()
+    while left:
+        best = max(rest, key=lambda case: len(left.intersection(zip(factors, case, strict=True))))
+        left.difference_update(zip(factors, best, strict=True))
+        cases.append(best)
+    return cases

@@ -1,11 +1,11 @@
-"""Products that are run in part: the part holds every pair of values."""
+"""Products that are run in part: the part holds every pair of values, or every value."""
 
 import itertools
 import random
 
 import pytest
 
-from tests.support.pairwise import every, pairwise
+from tests.support.pairwise import each_value, every, pairwise
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -21,3 +21,8 @@ def test_every_pair_is_in_some_case(seed: int) -> None:
     assert pairs(cases) == pairs(every(factors))
     assert set(cases) <= set(every(factors))
     assert cases == pairwise(factors)
+    few = each_value(factors)
+    assert set(few) <= set(cases)
+    held = [set(values) for values in zip(*few, strict=True)]
+    assert held == [set(values) for values in factors.values()]
+    assert few == each_value(factors)
