@@ -14,7 +14,7 @@ from tests.support.engines import Running, running, value
 from tests.support.hybrids import hybrid, poison
 from tests.support.laws import ids
 from tests.support.lockstep import DECODE, Ask, Lockstep
-from tests.support.pairwise import in_whole, more
+from tests.support.pairwise import in_whole, more, whole
 from tests.support.patience import until
 from tests.support.recorded import RecordedMemory, RecordedSteps, as_one_op, replay
 from worker.api import Sampling
@@ -22,7 +22,7 @@ from worker.errors import UserError
 from worker.model import delta_net
 from worker.plan import Plan, RowStart
 
-NUM_TOKENS = 40
+NUM_TOKENS = 40 if whole else 20
 LENGTHS = (1, 2, 63, 64, 65, 128, 200, 17)  # of prompts; around the borders of blocks
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 
