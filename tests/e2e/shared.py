@@ -137,6 +137,10 @@ class Clusters:
 
     def fresh(self, *arguments: str) -> Serve:
         """A new one, with which a test may do what it likes."""
+        return self.made().start(*arguments).wait_ready()
+
+    def made(self) -> Serve:
+        """A new one that is not started yet."""
         self.end()
         self._check_ray()
         self._num += 1
@@ -147,7 +151,7 @@ class Clusters:
             self._ray = self._ray or Ray()
             self._serve = Serve(root, ray=self._ray.address, watch=self._ray.watch)
         self.shm_before = shared_memory()
-        return self._serve.start(*arguments).wait_ready()
+        return self._serve
 
     def end(self) -> None:
         self._arguments = None

@@ -92,7 +92,7 @@ def check_strangers(serve: Serve) -> None:
     assert list(secret.parent.glob("*/session_*/sockets/*")), "Ray's are below it"
     join = f"import ray; ray.init({running.address!r}); print(ray.util.list_named_actors(True))"
     for mode, token in (
-        ("disabled", {}),
+        *pairwise.more(("disabled", {})),
         ("token", {"RAY_AUTH_TOKEN": "guess"}),
         ("token", {"RAY_AUTH_TOKEN_PATH": running.token_path}),
     ):
@@ -131,7 +131,7 @@ def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_noth
     assert logs
 
     # Who dies from here on is replaced all the same, and what it logs is shown.
-    for name in ("agent", "environments", "gcs"):
+    for name in ("agent", *pairwise.more("environments"), "gcs"):
         kill_and_wait_said(serve, name)
     num_printed = len(serve.output)
     # Under load: nobody notices, it comes back. tests/gpu/test_kills_on_cuda.py shows GPUs' memory.
@@ -163,7 +163,7 @@ def test_a_serve_that_was_killed_leaves_nothing_after_a_while(
 ) -> None:
     run_module_there(serve, tmp_path, monkeypatch)
     before, shm_before = processes(), shared_memory()
-    process = serve.start(*GIVEN).wait_ready().process
+    process = serve.start(*GIVEN, "--prefill", "0").wait_ready().process
     assert process is not None
     assert serve.command("status").returncode == 0
     assert IMPORTED not in serve.output
@@ -177,13 +177,18 @@ def test_a_serve_that_was_killed_leaves_nothing_after_a_while(
     assert serve.leftovers() == []
 
 
-def test_a_placement_that_cannot_be_met_says_what_is_missing(serve: Serve) -> None:
+@pytest.mark.parametrize("joins", [True, *pairwise.in_whole((False,))])
+def test_a_placement_that_cannot_be_met_says_what_is_missing(
+    joins: bool, clusters: Clusters, request: pytest.FixtureRequest
+) -> None:
+    """On a Ray that it joins, and on one of its own, which ends with it."""
+    serve: Serve = clusters.made() if joins else request.getfixturevalue("serve")
     before = processes()
     serve.start("--set", "prefill.resources={rdma: 1}")
     assert serve.wait() == 1
     assert "prefill-0 needs CPU 1, rdma 1: no node has any rdma" in serve.output
     assert "Traceback" not in serve.output
-    assert set(processes()) <= set(before)
+    assert joins or set(processes()) <= set(before)
     assert serve.leftovers() == []
 
 

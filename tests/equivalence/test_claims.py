@@ -164,7 +164,7 @@ def test_a_stop_string_ends_what_nobody_had_looked_at(pair: Pair) -> None:
 
 def test_two_at_once_the_first_is_told(pair: Pair) -> None:
     (_, one), (_, other) = pair.router(), pair.router()
-    body = body_of("seeded", max_tokens=220)
+    body = body_of("seeded", max_tokens=140)
     expected, _ = asked(other, body)
     with ThreadPoolExecutor(1) as threads:
         url, headers = f"{one.url}/v1/chat/completions", {"idempotency-key": "twice"}
@@ -206,7 +206,7 @@ def test_nobody_comes_back(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         kept._ended.clear()
     monkeypatch.setattr(worker.requests.kept, "KEPT_S", 0.3)
     _, served = pair.router()
-    body = body_of("seeded", max_tokens=240)
+    body = body_of("seeded", max_tokens=120)
     begin(served, body, "left")
     pair.wait_idle()
     until(lambda: not any(kept._ended or kept._running for kept in pair.kept))
