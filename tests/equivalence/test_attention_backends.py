@@ -56,11 +56,11 @@ def expected() -> list[list[int]]:
 @pytest.mark.parametrize(
     ("attention", "mode"),
     [
-        ("flashinfer", "always"),
-        ({"prefill": "flashinfer"}, "never"),
         ({"decode": "flashinfer"}, "always"),
         *in_whole(
+            ("flashinfer", "always"),
             ("flashinfer", "never"),
+            ({"prefill": "flashinfer"}, "never"),
             ({"prefill": "flashinfer"}, "always"),
             ({"decode": "flashinfer"}, "never"),
         ),

@@ -169,7 +169,7 @@ def test_what_only_decode_can_draw_is_drawn_there(alone: Running) -> None:
         assert [len(each.logprobs) for each in found] == [len(each.logprobs) for each in wanted]
 
 
-@pytest.mark.parametrize("kind", ["max_tokens", "stop id", "end of text"])
+@pytest.mark.parametrize("kind", ["stop id", *more("max_tokens", "end of text")])
 def test_a_request_that_ends_with_it_holds_nothing(kind: str, alone: Running, firsts) -> None:
     """With one token to come nothing is pulled at all; else what was announced before it may be."""
     end_of_text = resumed(alone)[0]
@@ -208,7 +208,7 @@ def test_a_full_context_ends_with_it(first_token: str, alone: Running) -> None:
         assert outcomes(answers_of(cluster, [(prompt, only, len(prompt))])) == wanted
 
 
-@pytest.mark.parametrize("num_tokens", [2, 16, 17, *more(18, 32, 33)])
+@pytest.mark.parametrize("num_tokens", [16, *more(2, 17, 18, 32, 33)])
 def test_prompts_that_end_at_a_page_s_edge(num_tokens: int, alone: Running) -> None:
     """And what their beginnings leave in the trees: the same texts, the same cached tokens."""
     prompt = sum(problem_ids(3), ())[:num_tokens]

@@ -79,8 +79,8 @@ def test_delays_change_not_a_bit(seed: int, mixed: Plain) -> None:
     ("seed", "num_groups", "first_token"),
     [
         (None, 2, "prefill"),
-        (3, 1, "prefill"),
         (5, 2, "decode"),
+        *in_whole((3, 1, "prefill")),
         *in_whole((None, 1, "decode"), (4, 1, "prefill"), (3, 2, "prefill"), (4, 2, "decode")),
     ],
 )

@@ -21,7 +21,7 @@ from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
 from worker.draw import changes
 
-NUM_GENERATED = 480 if pairwise.whole else 160
+NUM_GENERATED = 480 if pairwise.whole else 80
 BATCH = 130
 MAX_TOKENS = 220
 PATTERNS = (

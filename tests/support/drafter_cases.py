@@ -25,7 +25,7 @@ from worker.api import Sampling
 TARGET = shallow(4)
 MAX_LEN = 256
 ENOUGH = 4000  # tokens of a pool in which nobody is preempted
-NUM, NUM_TOKENS = 6 if whole else 4, 32
+NUM, NUM_TOKENS = (6, 32) if whole else (4, 24)
 
 
 def workers(
