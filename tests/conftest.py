@@ -51,7 +51,7 @@ NICE = 5  # of processes that run other tests: clusters wait more than they comp
 # for the same cluster follows one another, and who kills in it comes last of these.
 OWN_RAYS = ("test_two_nodes", "test_interrupted_starts", "test_lifecycle")
 CLUSTERS = (
-    *OWN_RAYS, "test_prefill_decode", "test_clients", "test_chaos",
+    *OWN_RAYS, "test_prefill_decode", "test_clients", "test_ports", "test_lm_eval", "test_chaos",
     "test_openapi", "test_fuzz", "test_disconnects", "test_tensor_parallel",
 )  # fmt: skip
 # Long ones first, so that the processes end together; all others follow. What waits more than it
