@@ -73,8 +73,6 @@ EARLY = (
 TOGETHER = {"test_drafter_mutants": "test_drafters"}
 SPLIT = (
     "test_interpreted",
-    "test_models",
-    "test_attention_backends",
     "test_memory",
     "test_collective",
     # Those on a GPU wait for the compiler, which takes one core.
