@@ -45,10 +45,10 @@ class Sizes:
 
 
 BRIEF = Sizes(
-    num_loris=300,
+    num_loris=100,
     loris_s=1.0,
     num_large=2,
-    num_streams=500,
+    num_streams=200,
     stream_tokens=4,
     least_s=0.3,
     num_bodies=4,
