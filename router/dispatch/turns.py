@@ -9,7 +9,8 @@ those who wait.
 
 A turn alone helps little, as rows end in bunches: who asks for less than its share finds some free.
 So rows stay free for clients that do not wait: for one of them as many as it has lately had at a
-time and one more, for all of them together at most a quarter of the rows.
+time and one more, for all of them together at most a quarter of the rows. And who has less than a
+quarter of its equal part goes before who has more, however much credit that one came with.
 """
 
 import heapq
@@ -158,8 +159,9 @@ class Turns(Generic[W]):
         """The waiting client that was served least; None: the free rows are kept for others."""
         for known in self._clients.values():
             known.note(now)
-        client = min(self._waiting.values(), key=lambda waiting: waiting.served)
         active = [known for known in self._clients.values() if known.num or known.most > 1 / math.e]
+        few = KEPT * num_rows / len(active)
+        client = min(self._waiting.values(), key=lambda one: (one.running >= few, one.served))
         if len(active) == 1 or not client.running:
             return client
         free = num_rows - sum(known.running for known in active)

@@ -158,6 +158,24 @@ def test_a_burst_of_who_asks_little_goes_before_who_asks_much() -> None:
     assert running == {"a": 1, "b": 7}, "who has none is not kept waiting"
 
 
+def test_a_crowd_of_a_newcomer_leaves_rows_to_who_has_few() -> None:
+    """It comes with credit, and what it is served counts only when its first tokens are here."""
+    turns, num_rows = Turns[One](), 64
+    turns.charge("few", 3000)
+    turns.runs("few", +2)
+    for i in range(100):
+        turns.add(One(f"a{i}", "crowd"))
+    while (one := turns.pop(num_rows)) is not None:
+        turns.runs(one.client, +1)
+    for number in range(10):
+        turns.runs("few", -1)
+        turns.add(One(f"b{number}", "few"))
+        one = taken(turns, num_rows)
+        assert one.client == "few"
+        turns.runs(one.client, +1)
+        assert turns.pop(num_rows) is None
+
+
 def test_what_was_served_long_ago_counts_for_nothing() -> None:
     turns = Turns[One]()
     for client, tokens in (("a", 1e6), ("b", 1000)):
