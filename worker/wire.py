@@ -119,9 +119,10 @@ class Wire:
         assert len(frame) <= MAX_MESSAGE_BYTES, type(message)
         self._post(lambda: self._links.send(peer, frame))
 
-    def is_held(self, peer: PeerId) -> bool:
-        """Whether messages to `peer` wait until it grants more."""
-        return bool((known := self._links.peers.get(peer)) and known.out.held)
+    def has_room(self, peer: PeerId, num_bytes: int) -> bool:
+        """Whether a message of about this length may leave now: see `Outgoing.has_room`."""
+        known = self._links.peers.get(peer)
+        return known is None or known.out.has_room(num_bytes)
 
     def beat(self) -> None:
         """The owner's loop is alive; to be called at least every `stall_s`."""

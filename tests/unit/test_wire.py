@@ -172,10 +172,10 @@ def test_an_honest_peer_is_never_one_that_says_too_much(
     monkeypatch.setattr(links, "receive", lambda socket: go.wait(LIMIT_S) and receive(socket))
     for message in much:
         sender.wire.send(reader.wire.me, message)
-    until(lambda: sender.wire.is_held(reader.wire.me))
+    until(lambda: not sender.wire.has_room(reader.wire.me, 0))
     go.set()
     assert [reader.next()[1] for _ in much] == much
-    assert not sender.wire.is_held(reader.wire.me)
+    assert sender.wire.has_room(reader.wire.me, 0)
     assert reader.wire.refusals.num_messages == 0
 
 

@@ -19,6 +19,7 @@ from worker.api import PeerId
 UNITS_PER_S, MAX_UNITS, LINK_UNITS = 20_000, 20_000, 200
 ASKED_UNIT_BYTES, ANSWER_UNIT_BYTES = 2048, 8192
 PING_UNITS = 100  # which only pings and their answers use, as they bring the next ones
+LONG_UNITS, SHORT_PART = 16, 0.25  # a longer message leaves this part of MAX_UNITS to others
 UNLIMITED = 1 << 60
 MAX_BUDGETS = 1024  # peers
 
@@ -47,6 +48,12 @@ class Outgoing:
         if not (fits or is_ping):
             self.held.append(frame)
         return fits
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether nothing is held, and a long message leaves a part of the grant to short ones."""
+        left, units = self.granted - self.num_units, units_of(num_bytes, answers=self.answers)
+        leaves = units <= LONG_UNITS or left - units >= SHORT_PART * MAX_UNITS
+        return not self.held and (leaves or left >= (1 - SHORT_PART) * MAX_UNITS)
 
     def released(self, granted: int) -> Iterator[bytes]:
         """The frames that may leave now that so much was granted."""
