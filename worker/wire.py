@@ -32,6 +32,7 @@ from msgspec.structs import replace
 
 from worker.api import AnyMessage, Bye, Lost, PeerId, Ping, Pong, WorkerStats, decode, encode
 from worker.config import PingConfig
+from worker.config.credit import FEW_WAITING, LONG_BYTES
 from worker.keyring import (
     CLOSE_LINGER_MS,
     MAX_MESSAGE_BYTES,
@@ -120,9 +121,10 @@ class Wire:
         self._post(lambda: self._links.send(peer, frame))
 
     def has_room(self, peer: PeerId, num_bytes: int) -> bool:
-        """Whether a message of about this length may leave now: see `Outgoing.has_room`."""
+        """Whether one of about this length may leave now; few long ones wait for our own thread."""
         known = self._links.peers.get(peer)
-        return known is None or known.out.has_room(num_bytes)
+        is_behind = num_bytes > LONG_BYTES and len(self._outbox) >= FEW_WAITING
+        return not is_behind and (known is None or known.out.has_room(num_bytes))
 
     def beat(self) -> None:
         """The owner's loop is alive; to be called at least every `stall_s`."""

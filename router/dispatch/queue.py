@@ -43,6 +43,7 @@ MAX_JITTER = 0.5  # of retry_after_s
 SURE = 0.5  # of the queue timeout: another client that comes may halve the turns of this one
 TOKEN_BYTES = 4  # in a message
 PLACE_S = 0.005  # of a turn of the loop; a prompt of 128k tokens takes 10 ms
+ROOM_S = 0.01  # until a link is looked at again that had no room for a long message
 MIN_PAUSE_S = 0.05  # even if retry_after_s is 0: never a busy loop
 
 
@@ -161,6 +162,8 @@ class Queue:
         self.num_of = self._waiting.num_of
         self._begun: list[Req] = []  # have output, and go before all others
         self._goes_on = False  # `place` has stopped in between, and is to come again
+        self._lacks_room = False  # a worker has, at its link, for one of those that wait
+        self._later: asyncio.TimerHandle | None = None  # looks for that again
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._begun)
@@ -203,6 +206,7 @@ class Queue:
         if self._goes_on and not goes_on:
             return
         self._goes_on, until = False, time.monotonic() + PLACE_S
+        self._lacks_room = False
         while len(self):
             now = time.monotonic()
             if now > until:
@@ -211,6 +215,8 @@ class Queue:
                 return
             req, decode = self._next(self._members.open_decode(now))
             if req is None:
+                if self._lacks_room and self._later is None:
+                    self._later = self._loop.call_later(ROOM_S, self._place_later)
                 break
             preferred = [known for known in decode if known.peer != req.avoid]
             prefill = [k for k in self._members.live("prefill") if not k.stats.draining]
@@ -229,6 +235,10 @@ class Queue:
         for req in doomed:  # not at once: to end a request is to `place` others
             self._waiting.remove(req)
             self._loop.call_soon(self._expired, req, 0.0)
+
+    def _place_later(self) -> None:
+        self._later = None
+        self.place()
 
     def claimed(self, req: Req, decode: PeerId) -> None:
         """A worker had it already, and goes on with it."""
@@ -279,7 +289,9 @@ class Queue:
         """
 
         def at(req: Req) -> list[Known]:
-            return [known for known in decode if self._wire.has_room(known.peer, req.num_bytes)]
+            found = [k for k in decode if self._wire.has_room(k.peer, req.num_bytes)]
+            self._lacks_room |= len(found) < len(decode)
+            return found
 
         for req in self._begun:
             same = [known for known in at(req) if known.member.digest == req.digest]

@@ -21,7 +21,7 @@ from tests.support.patience import HANG_S
 PATH = "/v1/completions"
 MIB = 1 << 20
 ELSEWHERE = "127.0.0.2"  # another client's address
-NUM_HONEST = 32  # connections
+NUM_HONEST = 64  # connections: as many as a worker has rows
 LIMITED = b"limited"  # a key that may have few requests at a time, where there are keys
 Told = tuple[int, float]  # a status (0: cut off without one), and after how many ms it came
 
