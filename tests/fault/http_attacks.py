@@ -269,14 +269,16 @@ def attack(
             looking.cancel()
             return found
 
+        num_stretches = len(watched.beside)
         before = _ended(watched.serve.url) if twins else (0, 0)
         found = asyncio.run(run())
         beside, grown, company = watched.noted(), watched.grown(), None
         if twins:
+            watched.rest()  # what nobody waits for ends, too
+            own = sum(stretch.num for stretch in watched.beside[num_stretches:])
             num, tokens = (b - a for a, b in zip(before, _ended(watched.serve.url), strict=True))
-            num, tokens = num - beside.num, tokens - MAX_TOKENS * beside.num
-            watched.rest()
-            asyncio.run(honest(watched.serve.port, max(1, num), tokens, beside.seconds))
+            num, tokens = max(1, num - own), tokens - MAX_TOKENS * own
+            asyncio.run(honest(watched.serve.port, num, tokens, beside.seconds))
             company = watched.noted()
         yield Attack(name, found, beside, watched.undisturbed, grown, expected, company)
 

@@ -19,8 +19,8 @@ from worker.api import PeerId
 UNITS_PER_S, MAX_UNITS, LINK_UNITS = 20_000, 20_000, 200
 ASKED_UNIT_BYTES, ANSWER_UNIT_BYTES = 2048, 8192
 PING_UNITS = 100  # which only pings and their answers use, as they bring the next ones
-# A longer message leaves a part of MAX_UNITS to others, and waits until the I/O thread of its sender
-# has less than a few to send.
+# A longer message leaves a part of MAX_UNITS to others, and waits until its sender's I/O thread has
+# less than a few to send.
 LONG_BYTES, SHORT_PART, FEW_WAITING = 1 << 15, 0.25, 4
 UNLIMITED = 1 << 60
 MAX_BUDGETS = 1024  # peers
