@@ -163,7 +163,7 @@ class Queue:
         self._begun: list[Req] = []  # have output, and go before all others
         self._goes_on = False  # `place` has stopped in between, and is to come again
         self._lacks_room = False  # a worker has, at its link, for one of those that wait
-        self._later: asyncio.TimerHandle | None = None  # looks for that again
+        self._looks_at = 0.0  # for that again, and not before
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._begun)
@@ -215,8 +215,9 @@ class Queue:
                 return
             req, decode = self._next(self._members.open_decode(now))
             if req is None:
-                if self._lacks_room and self._later is None:
-                    self._later = self._loop.call_later(ROOM_S, self._place_later)
+                if self._lacks_room and now > self._looks_at:
+                    self._looks_at = now + ROOM_S / 2
+                    self._loop.call_later(ROOM_S, self.place)
                 break
             preferred = [known for known in decode if known.peer != req.avoid]
             prefill = [k for k in self._members.live("prefill") if not k.stats.draining]
@@ -235,10 +236,6 @@ class Queue:
         for req in doomed:  # not at once: to end a request is to `place` others
             self._waiting.remove(req)
             self._loop.call_soon(self._expired, req, 0.0)
-
-    def _place_later(self) -> None:
-        self._later = None
-        self.place()
 
     def claimed(self, req: Req, decode: PeerId) -> None:
         """A worker had it already, and goes on with it."""

@@ -225,7 +225,7 @@ def event_json(body: object) -> bytes:
 
 
 def num_scored(deltas: Sequence[Delta]) -> int:
-    """Logprobs in `deltas`, of alternatives, too, and steps of accept traces: 1 µs each or so."""
+    """Logprobs in `deltas`, alternatives among them, and steps of accept traces: 1 µs for one."""
     scored = (part for delta in deltas for part in (delta.scored, delta.prompt) if part)
     num = sum(len(part) * (1 + len(part[0][1].top)) for part in scored)
     return num + sum(len(delta.windows or ()) for delta in deltas)

@@ -251,11 +251,11 @@ def attack(
     sizes: Sizes = Sizes(),
     attacks: Sequence[Row] = ATTACKS,
     *,
-    twins: bool = False,
+    twin: bool = False,
 ) -> Iterator[Attack]:
     """All of them, one after another. On few cores their own work must not slow others down.
 
-    twins: afterwards somebody honest asks for what each was served, as fast.
+    twin: afterwards somebody honest asks for what each was served, as fast.
     """
     os.nice(10)
     for name, made, expected in attacks:
@@ -270,10 +270,10 @@ def attack(
             return found
 
         num_stretches = len(watched.beside)
-        before = _ended(watched.serve.url) if twins else (0, 0)
+        before = _ended(watched.serve.url) if twin else (0, 0)
         found = asyncio.run(run())
         beside, grown, company = watched.noted(), watched.grown(), None
-        if twins:
+        if twin:
             watched.rest()  # what nobody waits for ends, too
             own = sum(stretch.num for stretch in watched.beside[num_stretches:])
             num, tokens = (b - a for a, b in zip(before, _ended(watched.serve.url), strict=True))

@@ -66,12 +66,9 @@ class Stretch:
         return "".join(choice["text"] for choice in choices)
 
     def slow(self) -> str:
-        """Where the time of the slowest went, on average; outside: before, between and behind all
-        that the router knows of.
-        """
+        """Where the time of the slowest went, on average; outside: of all that no stage has."""
         rows = sorted(self.stages_ms, key=lambda row: -sum(row.values()))
-        rows = rows[: max(1, round(SLOW_SHARE * len(rows)))]
-        sums = Counter[str]()
+        rows, sums = rows[: max(1, round(SLOW_SHARE * len(rows)))], Counter[str]()
         for row in rows:
             sums.update(row)
         return ", ".join(f"{name} {ms / len(rows):.0f}" for name, ms in sums.most_common(5))
