@@ -208,7 +208,8 @@ async def streams(port: int, sizes: Sizes, key: bytes = KEY) -> list[Told]:
 
 Made = Callable[[int, Sizes], Awaitable[list[Told]]]
 Row = tuple[str, Made, tuple[int, ...]]  # of the last one each status is right
-ATTACKS: tuple[Row, ...] = (
+Rows = Sequence[Row]
+ATTACKS: Rows = (
     ("slow heads, others' requests", loris, (200,)),
     ("large bodies", large_bodies, (413,)),
     ("large bodies in chunks", large_chunked_bodies, (413, 429)),
@@ -247,11 +248,7 @@ def _ended(url: str) -> tuple[int, int]:
 
 
 def attack(
-    watched: Watched,
-    sizes: Sizes = Sizes(),
-    attacks: Sequence[Row] = ATTACKS,
-    *,
-    twin: bool = False,
+    watched: Watched, sizes: Sizes = Sizes(), attacks: Rows = ATTACKS, *, twin: bool = False
 ) -> Iterator[Attack]:
     """All of them, one after another. On few cores their own work must not slow others down.
 
