@@ -161,12 +161,11 @@ def test_a_burst_of_who_asks_little_goes_before_who_asks_much() -> None:
 def test_a_crowd_of_a_newcomer_leaves_rows_to_who_has_few() -> None:
     """It comes with credit, and what it is served counts only when its first tokens are here."""
     turns, num_rows = Turns[One](), 64
-    turns.charge("few", 3000)
+    turns.charge("few", 6000)
     turns.runs("few", +2)
     for i in range(100):
         turns.add(One(f"a{i}", "crowd"))
-    while (one := turns.pop(num_rows)) is not None:
-        turns.runs(one.client, +1)
+    fill(turns, num_rows, Counter[str]())
     for number in range(10):
         turns.runs("few", -1)
         turns.add(One(f"b{number}", "few"))
