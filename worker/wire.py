@@ -32,6 +32,7 @@ from msgspec.structs import replace
 
 from worker.api import AnyMessage, Bye, Lost, PeerId, Ping, Pong, WorkerStats, decode, encode
 from worker.config import PingConfig
+from worker.config.credit import FEW_WAITING, LONG_BYTES
 from worker.keyring import (
     CLOSE_LINGER_MS,
     MAX_MESSAGE_BYTES,
@@ -119,9 +120,11 @@ class Wire:
         assert len(frame) <= MAX_MESSAGE_BYTES, type(message)
         self._post(lambda: self._links.send(peer, frame))
 
-    def is_held(self, peer: PeerId) -> bool:
-        """Whether messages to `peer` wait until it grants more."""
-        return bool((known := self._links.peers.get(peer)) and known.out.held)
+    def has_room(self, peer: PeerId, num_bytes: int) -> bool:
+        """Whether one of about this length may leave now; few long ones wait for our own thread."""
+        known = self._links.peers.get(peer)
+        is_behind = num_bytes > LONG_BYTES and len(self._outbox) >= FEW_WAITING
+        return not is_behind and (known is None or known.out.has_room(num_bytes))
 
     def beat(self) -> None:
         """The owner's loop is alive; to be called at least every `stall_s`."""

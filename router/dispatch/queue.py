@@ -41,7 +41,9 @@ log = logging.getLogger("kvlane.router")
 
 MAX_JITTER = 0.5  # of retry_after_s
 SURE = 0.5  # of the queue timeout: another client that comes may halve the turns of this one
+TOKEN_BYTES = 4  # in a message
 PLACE_S = 0.005  # of a turn of the loop; a prompt of 128k tokens takes 10 ms
+ROOM_S = 0.01  # until a link is looked at again that had no room for a long message
 MIN_PAUSE_S = 0.05  # even if retry_after_s is 0: never a busy loop
 
 
@@ -91,6 +93,11 @@ class Req:
     def position(self) -> int:
         """The position of the next token in prompt + output."""
         return len(self.prompt) + len(self.tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the message that sends it, at most or so."""
+        return TOKEN_BYTES * self.position + len(self.sampling.grammar)
 
     def is_at(self, peer: PeerId) -> bool:
         """Whether this worker has it."""
@@ -155,6 +162,8 @@ class Queue:
         self.num_of = self._waiting.num_of
         self._begun: list[Req] = []  # have output, and go before all others
         self._goes_on = False  # `place` has stopped in between, and is to come again
+        self._lacks_room = False  # a worker has, at its link, for one of those that wait
+        self._looks_at = 0.0  # for that again, and not before
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._begun)
@@ -197,16 +206,18 @@ class Queue:
         if self._goes_on and not goes_on:
             return
         self._goes_on, until = False, time.monotonic() + PLACE_S
+        self._lacks_room = False
         while len(self):
             now = time.monotonic()
             if now > until:
                 self._goes_on = True
                 self._loop.call_soon(partial(self.place, goes_on=True))
                 return
-            # One that has more to read than it has granted (`Wire`) gets the rest when it has.
-            open_ones = self._members.open_decode(now)
-            req, decode = self._next([k for k in open_ones if not self._wire.is_held(k.peer)])
+            req, decode = self._next(self._members.open_decode(now))
             if req is None:
+                if self._lacks_room and now > self._looks_at:
+                    self._looks_at = now + ROOM_S / 2
+                    self._loop.call_later(ROOM_S, self.place)
                 break
             preferred = [known for known in decode if known.peer != req.avoid]
             prefill = [k for k in self._members.live("prefill") if not k.stats.draining]
@@ -269,15 +280,25 @@ class Queue:
             self._wire.send(req.route.decode, Abort(req.req_id, req.dispatch, keep))
 
     def _next(self, decode: list[Known]) -> tuple[Req | None, list[Known]]:
-        """Who is sent now, and to which of the workers that are open; nobody: to none."""
+        """Who is sent now, and to which of the workers that are open; nobody: to none.
+
+        One that has more to read than it has granted (`Wire`) gets the rest when it has.
+        """
+
+        def at(req: Req) -> list[Known]:
+            found = [k for k in decode if self._wire.has_room(k.peer, req.num_bytes)]
+            self._lacks_room |= len(found) < len(decode)
+            return found
+
         for req in self._begun:
-            same = [known for known in decode if known.member.digest == req.digest]
+            same = [known for known in at(req) if known.member.digest == req.digest]
             if same:
                 self._begun.remove(req)
                 return req, same
         if not decode or not self._waiting:
             return None, []
-        return self._waiting.pop(self._members.num_rows), decode
+        req = self._waiting.pop(self._members.num_rows, lambda req: bool(at(req)))
+        return req, [] if req is None else at(req)
 
     def _late(self, req: Req, since: float) -> None:
         if not req.outcome and req.route is None and req.waiting_since == since:

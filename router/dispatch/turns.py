@@ -9,14 +9,15 @@ those who wait.
 
 A turn alone helps little, as rows end in bunches: who asks for less than its share finds some free.
 So rows stay free for clients that do not wait: for one of them as many as it has lately had at a
-time and one more, for all of them together at most a quarter of the rows.
+time and one more, for all of them together at most a quarter of the rows. And who has less than a
+quarter of its equal part goes before who has more, however much credit that one came with.
 """
 
 import heapq
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -93,26 +94,25 @@ class Turns(Generic[W]):
         self._live[waiter.req_id] = self._number, waiter
         client.num += 1
 
-    def pop(self, num_rows: int) -> W | None:
-        """The next one, where workers have so many rows; None: nobody waits who may have one."""
-        if self._again:
-            return self._again.popitem(last=False)[1]
-        if not self._waiting:
-            return None
+    def pop(self, num_rows: int, fits: Callable[[W], bool] = lambda _: True) -> W | None:
+        """The next one that `fits`, where workers have so many rows; None: nobody who may have
+        one waits.
+        """
+        again = next((waiter for waiter in self._again.values() if fits(waiter)), None)
+        if again is not None:
+            return self._again.pop(again.req_id)
         now = self._clock()
-        client = self._next(num_rows, now)
-        if client is None:
-            return None
-        self._last, waiter = client, None
-        while waiter is None:  # entries of those that have left are passed over
-            _, number, req_id = heapq.heappop(client.heap)
-            newest, live = self._live.get(req_id, (0, None))
-            waiter = live if newest == number else None
-        self.remove(waiter)
-        if client.turn_at:
-            client.between_s.append(now - client.turn_at)
-        client.turn_at = now if client.num else 0.0
-        return waiter
+        for client in self._in_order(num_rows, now) if self._waiting else ():
+            waiter = self._first(client)
+            if not fits(waiter):
+                continue
+            self._last = client
+            self.remove(waiter)
+            if client.turn_at:
+                client.between_s.append(now - client.turn_at)
+            client.turn_at = now if client.num else 0.0
+            return waiter
+        return None
 
     def all(self) -> list[W]:
         """Who waits, in no order."""
@@ -154,18 +154,30 @@ class Turns(Generic[W]):
         # Turns come in bunches. The longest time does not count: a worker was lost, say.
         return known.num * (sum(times) - max(times)) / (len(times) - 1)
 
-    def _next(self, num_rows: int, now: float) -> _Client | None:
-        """The waiting client that was served least; None: the free rows are kept for others."""
+    def _in_order(self, num_rows: int, now: float) -> Iterator[_Client]:
+        """Those who wait, in order, but for whom the free rows are kept for others."""
         for known in self._clients.values():
             known.note(now)
-        client = min(self._waiting.values(), key=lambda waiting: waiting.served)
         active = [known for known in self._clients.values() if known.num or known.most > 1 / math.e]
-        if len(active) == 1 or not client.running:
-            return client
+        few = KEPT * num_rows / len(active)
         free = num_rows - sum(known.running for known in active)
         away = [known for known in active if not known.num]
         kept = sum(max(0.0, known.most + 1 - known.running) for known in away)
-        return client if free > min(kept, KEPT * num_rows) else None
+        is_open = len(active) == 1 or free > min(kept, KEPT * num_rows)
+        for client in sorted(
+            self._waiting.values(), key=lambda one: (one.running >= few, one.served)
+        ):
+            if is_open or not client.running:
+                yield client
+
+    def _first(self, client: _Client) -> W:
+        """Its next one; entries of those that have left are dropped."""
+        while True:
+            _, number, req_id = client.heap[0]
+            newest, live = self._live.get(req_id, (0, None))
+            if live is not None and newest == number:
+                return live
+            heapq.heappop(client.heap)
 
     def _client(self, name: str) -> _Client:
         client = self._clients.get(name)

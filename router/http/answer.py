@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
@@ -23,7 +24,7 @@ from router.show.front import Front
 from worker.api import FinishReason
 
 PING = b": ping\n\n"
-THREAD_SCORED = 256  # beyond so many tokens with logprobs a thread writes; 4000 took 1.5 s
+THREAD_SCORED = 512  # beyond so many logprobs a thread writes: many answers may end in one step
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -117,13 +118,18 @@ class Answer(Response):
         deltas: list[Delta] = []
         while self._num_open:
             deltas += await self._deltas()
-        answers = self._kept(merged(deltas))
-        body = await _written(answers, self.form.whole)
+        body = await self._written(deltas, lambda all_: self.form.whole(self._kept(merged(all_))))
         length = str(len(body)).encode()
         await self._start(
             send, [(b"content-type", b"application/json"), (b"content-length", length)]
         )
         await send({"type": "http.response.body", "body": body})
+
+    async def _written(self, deltas: list[Delta], write: Callable[[list[Delta]], bytes]) -> bytes:
+        """What `write` makes of `deltas`, in a thread if they hold many logprobs."""
+        if num_scored(deltas) > THREAD_SCORED:
+            return await self._front.pool.run(self._exchange.source, partial(write, deltas))
+        return write(deltas)
 
     def _kept(self, answers: Sequence[Delta]) -> list[Delta]:
         """The answers to return: the best samples of a prompt, best first."""
@@ -147,7 +153,7 @@ class Answer(Response):
                 deltas = await self._deltas()
                 if not self._started:
                     await self._start(send, SSE_HEADERS)
-                events = await _written(deltas, self.form.events)
+                events = await self._written(deltas, self.form.events)
                 if not events and self._silent_s >= self._ping_s:  # nothing certain yet
                     events = PING
                 if not self._num_open:
@@ -211,10 +217,3 @@ class Answer(Response):
         else:
             await send(message)
         self._wrote_at = time.monotonic()
-
-
-async def _written(deltas: list[Delta], write: Callable[[list[Delta]], bytes]) -> bytes:
-    """What `write` makes of `deltas`, in a thread if they hold many logprobs."""
-    if num_scored(deltas) > THREAD_SCORED:
-        return await asyncio.to_thread(write, deltas)
-    return write(deltas)

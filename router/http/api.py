@@ -16,7 +16,6 @@ from router.errors import ApiError, invalid
 from router.http.admission import Admission
 from router.http.answer import Answer
 from router.http.exchange import Exchange
-from router.http.pool import Pool
 from router.http.request_body import check_values, read_body
 from router.openai.body import Prepared
 from router.openai.prepare import Preparer
@@ -54,7 +53,6 @@ class Api:
     def __init__(self, front: Front, admission: Admission) -> None:
         self._front, self._served, self._admission = front, front.served, admission
         text = front.served.text
-        self._pool = Pool()
         by_size = front.served.config.max_body_bytes // VALUE_BYTES
         self._max_values = max(by_size, 2 * front.served.model_max_len, LEAST_VALUES)
         self.preparer = Preparer(front.served, Validator(text.directory, text.vocab_size))
@@ -167,4 +165,4 @@ class Api:
         if not (slow or is_slow(raw)):
             with suppress(Slow), quickly():
                 return run()
-        return await self._pool.run(exchange.source, run)
+        return await self._front.pool.run(exchange.source, run)

@@ -8,6 +8,7 @@ import msgspec
 from fastapi import Response
 
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.pool import Pool
 from router.observe.metrics import RouterMetrics
 from router.openai.served import Served
 from router.show.period import Period, read
@@ -37,6 +38,7 @@ class Front:
     num_open: int = 0  # HTTP generation requests that have not ended
     hand_over: Callable[[], Awaitable[None]] | None = None  # what is kept, to others, at the end
     period: Period = field(init=False)  # of what it has done
+    pool: Pool = field(default_factory=Pool)  # for what would hold the loop up
 
     def __post_init__(self) -> None:
         self.period = Period(lambda: read(self.metrics))

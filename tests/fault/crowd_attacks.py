@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.raw import Connection
-from tests.fault.http_attacks import MIB, Row, Sizes, Told, at_once, told
+from tests.fault.http_attacks import ELSEWHERE, MIB, Row, Sizes, Told, at_once, told
 from tests.support.heads import head, post
 
-ELSEWHERE = "127.0.0.2"
 TINY = Path(__file__).parents[2] / "worker" / "assets" / "tiny"
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 

@@ -232,7 +232,7 @@ def main(argv: Sequence[str]) -> int:
         rows = CROWDS if args.crowds else (*ATTACKS, *STORED)
         if args.attacks is not None or args.crowds:
             rows = [row for row in rows if (args.attacks or "") in row[0]]
-            for made in attack(watched, attacks=rows):
+            for made in attack(watched, attacks=rows, twin=args.crowds):
                 print(made, flush=True)
                 breaches += made.breaches
         breaches += watched.breaches()

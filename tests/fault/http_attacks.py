@@ -4,20 +4,24 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from urllib.request import urlopen
 
 from tests.e2e.raw import Connection
-from tests.support.bystander import Stretch
+from tests.support.bystander import MAX_TOKENS, Stretch
 from tests.support.disturbed import Watched
 from tests.support.heads import KEY, head, post
 from tests.support.patience import HANG_S
 
 PATH = "/v1/completions"
 MIB = 1 << 20
+ELSEWHERE = "127.0.0.2"  # another client's address
+NUM_HONEST = 64  # connections: as many as a worker has rows
 LIMITED = b"limited"  # a key that may have few requests at a time, where there are keys
 Told = tuple[int, float]  # a status (0: cut off without one), and after how many ms it came
 
@@ -71,6 +75,7 @@ class Attack:
     alone: Stretch
     sizes: str  # of processes
     expected: tuple[int, ...]  # statuses that are right
+    honest: Stretch | None = None  # beside another who asks for as much, in small requests
 
     @property
     def breaches(self) -> list[str]:
@@ -85,9 +90,14 @@ class Attack:
             p99 = took[min(len(took) - 1, int(0.99 * len(took)))]
             span = f"{took[0]:.0f} to {took[-1]:.0f} ms, p99 {p99:.0f}"
             parts.append(f"{num} times {status or 'cut off'} after {span}")
-        ratio = self.beside.percentile(0.99) / (self.alone.percentile(0.99) or 1)
-        lines = f"client, beside: {self.beside}", f"p99 {ratio:.2f} x alone; {self.sizes}"
+        lines = [f"client, beside: {self.beside}", f"p99 {self._over(self.alone)} alone"]
+        if self.honest is not None:
+            lines[-1] += f", {self._over(self.honest)} beside honest work: {self.honest}"
+        lines.append(self.sizes)
         return "\n  ".join([f"{self.name}: {'; '.join(parts)}", *lines])
+
+    def _over(self, other: Stretch) -> str:
+        return f"{self.beside.percentile(0.99) / (other.percentile(0.99) or 1):.2f} x"
 
 
 async def told(connection: Connection, *parts: bytes) -> Told:
@@ -198,7 +208,8 @@ async def streams(port: int, sizes: Sizes, key: bytes = KEY) -> list[Told]:
 
 Made = Callable[[int, Sizes], Awaitable[list[Told]]]
 Row = tuple[str, Made, tuple[int, ...]]  # of the last one each status is right
-ATTACKS: tuple[Row, ...] = (
+Rows = Sequence[Row]
+ATTACKS: Rows = (
     ("slow heads, others' requests", loris, (200,)),
     ("large bodies", large_bodies, (413,)),
     ("large bodies in chunks", large_chunked_bodies, (413, 429)),
@@ -209,10 +220,40 @@ ATTACKS: tuple[Row, ...] = (
 )
 
 
+async def honest(port: int, num: int, num_tokens: int, seconds: float) -> None:
+    """One client asks for so many tokens in as many requests, evenly over a time or later."""
+    body = {"model": "tiny", "prompt": "a", "max_tokens": max(1, num_tokens // max(1, num))}
+    raw = post(PATH, json.dumps(body | {"ignore_eos": True}).encode())
+    began, numbers = time.monotonic(), iter(range(num))
+
+    async def client() -> None:
+        connection = Connection(port, ELSEWHERE)
+        for i in numbers:
+            await asyncio.sleep(began + i * seconds / num - time.monotonic())
+            await connection.send_raw(raw)
+            await connection.head()
+            await connection.body()
+        connection.drop()
+
+    await asyncio.gather(*(client() for _ in range(NUM_HONEST)))
+
+
+def _ended(url: str) -> tuple[int, int]:
+    """Choices that have ended, and their tokens."""
+    page = urlopen(f"{url}/metrics", timeout=HANG_S).read().decode()
+    patterns = r"requests_total\{.*(?:length|stop).*", r"generation_tokens_total\b.*"
+    rows = (re.findall(rf"^kvlane_{each} (\S+)$", page, re.MULTILINE) for each in patterns)
+    choices, tokens = (round(sum(map(float, values))) for values in rows)
+    return choices, tokens
+
+
 def attack(
-    watched: Watched, sizes: Sizes = Sizes(), attacks: Sequence[Row] = ATTACKS
+    watched: Watched, sizes: Sizes = Sizes(), attacks: Rows = ATTACKS, *, twin: bool = False
 ) -> Iterator[Attack]:
-    """All of them, one after another. On few cores their own work must not slow others down."""
+    """All of them, one after another. On few cores their own work must not slow others down.
+
+    twin: afterwards somebody honest asks for what each was served, as fast.
+    """
     for name, made, expected in attacks:
         watched.rest()
 
@@ -224,10 +265,20 @@ def attack(
             looking.cancel()
             return found
 
+        num_stretches = len(watched.beside)
+        before = _ended(watched.serve.url) if twin else (0, 0)
         with giving_way():
             found = asyncio.run(run())
-        beside = watched.noted()
-        yield Attack(name, found, beside, watched.undisturbed, watched.grown(), expected)
+        beside, grown, company = watched.noted(), watched.grown(), None
+        if twin:
+            watched.rest()  # what nobody waits for ends, too
+            own = sum(stretch.num for stretch in watched.beside[num_stretches:])
+            num, tokens = (b - a for a, b in zip(before, _ended(watched.serve.url), strict=True))
+            num, tokens = max(1, num - own), tokens - MAX_TOKENS * own
+            with giving_way():
+                asyncio.run(honest(watched.serve.port, num, tokens, beside.seconds))
+            company = watched.noted()
+        yield Attack(name, found, beside, watched.undisturbed, grown, expected, company)
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from router.config import RouterConfig
+from router.dispatch import pool
 from router.dispatch.turns import MAX_CLIENTS, Turns
 from router.errors import ApiError
-from router.http import pool
 from router.http.arrivals import Arrivals
 from router.http.request_body import check_values
 from router.http.source import Sources

@@ -3,6 +3,8 @@
 Each stands next to the choice's finish reason, if it was asked for.
 """
 
+import threading
+from collections.abc import Sequence
 from typing import Any, cast
 
 import httpx
@@ -12,9 +14,12 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from prometheus_client.openmetrics import parser as openmetrics
 
+from router.dispatch import pool
+from router.dispatch.mailbox import Delta
 from router.dispatch.queue import Req
 from router.http import answer as sse
 from router.observe.stages import by_stage
+from router.openai.body import Body
 from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
     HANG_S,
@@ -107,9 +112,17 @@ def test_stages_add_up_to_the_time_of_the_choice(form: str) -> None:
 def test_whole_answers(
     served: Served, path: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With more steps than `limit` a thread writes them."""
+    """With more steps than `limit` the pool writes them, in turn between clients."""
     monkeypatch.setattr(sse, "THREAD_SCORED", limit)
+    whole, threads = Body.whole, list[str]()
+
+    def noted(form: Body, answers: Sequence[Delta]) -> bytes:
+        threads.append(threading.current_thread().name)
+        return whole(form, answers)
+
+    monkeypatch.setattr(Body, "whole", noted)
     found = post(served, path, n=2, **BOTH).json()
+    assert [name.startswith(pool.NAME) for name in threads] == [limit == 1]
     (ChatCompletion if "messages" in PATHS[path] else Completion).model_validate(found)
     assert len(found["choices"]) == 2
     for choice in found["choices"]:

@@ -158,6 +158,35 @@ def test_a_burst_of_who_asks_little_goes_before_who_asks_much() -> None:
     assert running == {"a": 1, "b": 7}, "who has none is not kept waiting"
 
 
+def test_a_crowd_of_a_newcomer_leaves_rows_to_who_has_few() -> None:
+    """It comes with credit, and what it is served counts only when its first tokens are here."""
+    turns, num_rows = Turns[One](), 64
+    turns.charge("few", 6000)
+    turns.runs("few", +2)
+    for i in range(100):
+        turns.add(One(f"a{i}", "crowd"))
+    fill(turns, num_rows, Counter[str]())
+    for number in range(10):
+        turns.runs("few", -1)
+        turns.add(One(f"b{number}", "few"))
+        one = taken(turns, num_rows)
+        assert one.client == "few"
+        turns.runs(one.client, +1)
+        assert turns.pop(num_rows) is None
+
+
+def test_one_that_does_not_fit_yet_lets_others_go_first() -> None:
+    turns = Turns[One]()
+    for name in ("a0", "a1", "b0"):
+        turns.add(One(name, name[0]))
+        turns.charge(name[0], 10 * (name == "b0"))
+    turns.add(One("again", "a"), first=True)
+    fits = {"b0"}.__contains__
+    assert turns.pop(NUM_ROWS, lambda one: fits(one.req_id)) is not None
+    assert turns.pop(NUM_ROWS, lambda one: fits(one.req_id)) is None
+    assert ids(turns) == ["again", "a0", "a1"]
+
+
 def test_what_was_served_long_ago_counts_for_nothing() -> None:
     turns = Turns[One]()
     for client, tokens in (("a", 1e6), ("b", 1000)):

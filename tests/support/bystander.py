@@ -13,22 +13,28 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from router.observe.stages import FIELDS
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 END_S = 10.0
 NUM_CLIENTS = 2  # at once
+SLOW_SHARE = 0.05  # of requests, of which it is told where their time went
 MAX_TOKENS = 6
 TIMEOUT_S = 120.0
 LIVE_S = 0.05  # between two questions whether the router's loop turns
 KEY = "bystander"  # an API key, where there are any
 PROMPTS = ("Tom has 3 apples.", "Two and two", "A", "There are 7 pears and 2 plums.")
+ALWAYS = {"ignore_eos": True, "return_stages": True}
 ASKS: tuple[dict[str, Any], ...] = tuple(
-    {"prompt": prompt, "max_tokens": MAX_TOKENS, "ignore_eos": True, "seed": 7} | how
+    {"prompt": prompt, "max_tokens": MAX_TOKENS, "seed": 7} | ALWAYS | how
     for prompt in PROMPTS
     for how in ({"temperature": 0}, {"temperature": 0.8, "stream": True})
 )
@@ -45,11 +51,27 @@ class Stretch:
     wrong: list[str] = field(default_factory=list[str])
     took_ms: list[float] = field(default_factory=list[float])
     live_ms: list[float] = field(default_factory=list[float])  # of /live
+    stages_ms: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
 
     def percentile(self, share: float) -> float:
         """In milliseconds; 0: nothing was asked."""
         ordered = sorted(self.took_ms)
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+    def told(self, choices: Sequence[dict[str, Any]], began: float) -> str:
+        """The text of an answer that has come; where its time went is noted."""
+        stages = {name.removesuffix("_s"): 1e3 * choices[-1]["stages"][name] for name in FIELDS}
+        outside = 1e3 * (time.monotonic() - began) - sum(stages.values())
+        self.stages_ms.append(stages | {"outside": outside})
+        return "".join(choice["text"] for choice in choices)
+
+    def slow(self) -> str:
+        """Where the time of the slowest went, on average; outside: of all that no stage has."""
+        rows = sorted(self.stages_ms, key=lambda row: -sum(row.values()))
+        rows, sums = rows[: max(1, round(SLOW_SHARE * len(rows)))], Counter[str]()
+        for row in rows:
+            sums.update(row)
+        return ", ".join(f"{name} {ms / len(rows):.0f}" for name, ms in sums.most_common(5))
 
     def __str__(self) -> str:
         return (
@@ -57,7 +79,7 @@ class Stretch:
             f"{len(self.wrong)} wrong, {self.num_told_later} times told to come later, "
             f"p50 {self.percentile(0.5):.0f} ms, "
             f"p99 {self.percentile(0.99):.0f} ms, most {self.percentile(1):.0f} ms, "
-            f"/live at most {max(self.live_ms, default=0):.0f} ms"
+            f"/live at most {max(self.live_ms, default=0):.0f} ms; of the slowest: {self.slow()}"
         )
 
 
@@ -99,7 +121,8 @@ class Bystander:
 async def text_of(
     http: aiohttp.ClientSession, url: str, body: dict[str, Any], stretch: Stretch
 ) -> str:
-    """The text of one answer; raises if there is none."""
+    """The text of one answer; raises if there is none. The stretch gets where its time went."""
+    began = time.monotonic()
     until = time.monotonic() + TIMEOUT_S
     while True:
         async with http.post(f"{url}/v1/completions", json=body) as answer:
@@ -112,14 +135,14 @@ async def text_of(
     if answer.status != 200:
         raise ValueError(f"{answer.status}: {raw[:300]}")
     if not body.get("stream"):
-        return json.loads(raw)["choices"][0]["text"]
+        return stretch.told(json.loads(raw)["choices"], began)
     events = [line[6:] for line in raw.split("\n") if line.startswith("data: ")]
     if events[-1:] != ["[DONE]"]:
         raise ValueError(f"cut off: {raw[-300:]}")
     made = [json.loads(each) for each in events[:-1]]
     if any("error" in each for each in made):
         raise ValueError(raw[-300:])
-    return "".join(choice["text"] for each in made for choice in each["choices"])
+    return stretch.told([choice for each in made for choice in each["choices"]], began)
 
 
 async def one(

@@ -52,7 +52,9 @@ class Size:
 
 
 def size_of(pid: int, line: str) -> Size | None:
-    """None: it has ended."""
+    """None: it has ended. Shared memory is left out: pages of a worker's KV pool, whose size is
+    given, are the process's from their first use on.
+    """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         num_files = len(os.listdir(f"/proc/{pid}/fd"))
@@ -61,7 +63,8 @@ def size_of(pid: int, line: str) -> Size | None:
     fields = dict(each.split(":", 1) for each in status.splitlines() if ":" in each)
     if "VmRSS" not in fields:
         return None
-    return Size(line[:60], int(fields["VmRSS"].split()[0]) << 10, int(fields["Threads"]), num_files)
+    all_kib, shared_kib = (int(fields[name].split()[0]) for name in ("VmRSS", "RssShmem"))
+    return Size(line[:60], (all_kib - shared_kib) << 10, int(fields["Threads"]), num_files)
 
 
 def sizes() -> dict[int, Size]:

@@ -172,11 +172,25 @@ def test_an_honest_peer_is_never_one_that_says_too_much(
     monkeypatch.setattr(links, "receive", lambda socket: go.wait(LIMIT_S) and receive(socket))
     for message in much:
         sender.wire.send(reader.wire.me, message)
-    until(lambda: sender.wire.is_held(reader.wire.me))
+    until(lambda: not sender.wire.has_room(reader.wire.me, 0))
     go.set()
     assert [reader.next()[1] for _ in much] == much
-    assert not sender.wire.is_held(reader.wire.me)
+    assert sender.wire.has_room(reader.wire.me, 0)
     assert reader.wire.refusals.num_messages == 0
+
+
+def test_long_messages_leave_a_part_of_the_grant_to_short_ones() -> None:
+    out, unit = credit.Outgoing(answers=False, granted=credit.MAX_UNITS), credit.ASKED_UNIT_BYTES
+    long, num = 100 * unit, 0
+    while out.has_room(long):
+        assert out.takes(bytes(long))
+        num += 1
+    assert num == pytest.approx((1 - credit.SHORT_PART) * credit.MAX_UNITS / 100, rel=0.05)
+    for _ in range(100):
+        assert out.has_room(unit)
+        assert out.takes(bytes(unit))
+    whole = credit.Outgoing(answers=False, granted=credit.MAX_UNITS)
+    assert whole.has_room(credit.MAX_UNITS * unit), "the longest goes when all is granted"
 
 
 def test_pongs_carry_the_stats_of_the_moment(pair: tuple[End, End]) -> None:

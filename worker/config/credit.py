@@ -19,6 +19,9 @@ from worker.api import PeerId
 UNITS_PER_S, MAX_UNITS, LINK_UNITS = 20_000, 20_000, 200
 ASKED_UNIT_BYTES, ANSWER_UNIT_BYTES = 2048, 8192
 PING_UNITS = 100  # which only pings and their answers use, as they bring the next ones
+# A longer message leaves a part of MAX_UNITS to others, and waits until its sender's I/O thread has
+# less than a few to send.
+LONG_BYTES, SHORT_PART, FEW_WAITING = 1 << 15, 0.25, 4
 UNLIMITED = 1 << 60
 MAX_BUDGETS = 1024  # peers
 
@@ -47,6 +50,12 @@ class Outgoing:
         if not (fits or is_ping):
             self.held.append(frame)
         return fits
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether nothing is held, and a long message leaves a part of the grant to short ones."""
+        left, units = self.granted - self.num_units, units_of(num_bytes, answers=self.answers)
+        leaves = num_bytes <= LONG_BYTES or left - units >= SHORT_PART * MAX_UNITS
+        return not self.held and (leaves or left >= (1 - SHORT_PART) * MAX_UNITS)
 
     def released(self, granted: int) -> Iterator[bytes]:
         """The frames that may leave now that so much was granted."""

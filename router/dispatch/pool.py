@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 Result = TypeVar("Result")
-NUM_THREADS = 4
+NUM_THREADS, NAME = 4, "kvlane-pool"
 MAX_OWN = 2  # of one source at a time
 
 
@@ -16,7 +16,7 @@ class Pool:
     """Runs work of sources, each in turn, and never as much of one that others find no thread."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "kvlane-prepare")
+        self._threads = ThreadPoolExecutor(NUM_THREADS, NAME)
         self._running = Counter[str]()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
