@@ -38,7 +38,7 @@ from worker.api import Sampling
 from worker.plan import Plan, max_rows
 
 SHORT_OUTPUT = 8  # tokens of the shorter run
-TURNS = 3  # that a prompt with --new tokens has before its last one
+TURNS = 3  # of a conversation, before the one whose --new tokens are timed
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.1}
 BIAS = tuple((token, 1.0) for token in range(20))
 MASK = {"grammar": "its masks are handed in"}
@@ -72,12 +72,11 @@ class Case(NamedTuple):
 def step_times(bench: Bench, case: Case, options: argparse.Namespace) -> dict[int, list[float]]:
     """Milliseconds a step, one figure a repetition, by number of snapshots."""
     lengths = SHORT_OUTPUT, options.output_len
-    times: dict[int, list[float]] = {kept: [] for kept in options.snapshots or [-1]}
+    times: dict[int, list[float]] = {kept: [] for kept in options.snapshots}
     for number, kept in itertools.product(range(options.repeat + 1), times):
         seed, took = 0 if options.cached else number, list[float]()
         for length in lengths:
-            if options.snapshots:
-                bench.keep_snapshots(kept)
+            bench.keep_snapshots(kept)
             draws = case.draws(length, number)
             took.append(bench.generate(case.batch, case.prompt_len, draws, seed))
         times[kept] += [1e3 * (took[1] - took[0]) / (lengths[1] - lengths[0])] * (number > 0)
@@ -128,39 +127,38 @@ def measure_decode(
 def measure_prefill(
     bench: Bench, cases: list[Case], options: argparse.Namespace, bandwidth: float
 ) -> list[dict[str, Any]]:
-    """A row for each batch, number of tokens, of new ones, graph and number of snapshots; prints
-    them.
+    """A row for each batch, number of tokens, of new ones, graph, and of snapshots; prints them.
 
     The last two take turns: a GPU at the limit of its power is slower the longer it works.
     """
-    engine, lengths = bench.engine, [int(num) for num in options.tokens]
-    graphs = bench.chunk_graphs()
-    speed = product_speed()
+    engine, graphs, speed = bench.engine, bench.chunk_graphs(), product_speed()
+    lengths: list[int] = options.tokens
+    news: list[int] = options.new
+    keeps: list[int] = options.snapshots
     rows: list[dict[str, Any]] = []
-    ways = list(itertools.product(graphs, options.snapshots or [-1]))
-    for (batch, _, sampling), num_tokens, new in itertools.product(cases, lengths, options.new):
-        case = Case(batch, num_tokens, sampling)
-        times: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
-        seen: dict[tuple[str, int], dict[str, Any]] = {}
-        for number, way in itertools.product(range(options.repeat + 2), ways):
+    for (batch, _, sampling), num_tokens, new in itertools.product(cases, lengths, news):
+        draws = Case(batch, num_tokens, sampling).draws(1)
+        turns = min(TURNS, (num_tokens - 1) // new) if new else 0
+        times: dict[tuple[str, int], list[float]] = {
+            way: [] for way in itertools.product(graphs, keeps)
+        }
+        found: dict[tuple[str, int], tuple[str, int, int, int]] = {}
+        for number, way in itertools.product(range(options.repeat + 2), times):
             bench.launch_chunks_by(graphs[way[0]])
-            if options.snapshots:
-                bench.keep_snapshots(way[1])
-            for num in (num_tokens - turn * new for turn in range(TURNS, 0, -1)):
-                if 0 < num < num_tokens:
-                    bench.generate(batch, num, case.draws(1, number), seed=number)
-            took_s = bench.generate(batch, num_tokens, case.draws(1, number), seed=number)
+            bench.keep_snapshots(way[1])
+            for num in range(num_tokens - turns * new, num_tokens, new or 1):
+                bench.generate(batch, num, draws, seed=number)
+            took_s = bench.generate(batch, num_tokens, draws, seed=number)
             times[way] += [1e3 * took_s] * (number > 1)  # the first ones warm up
-            seen[way] = {"path": bench.path, "matched": bench.found[0], "resumed": bench.found[1]}
-            seen[way]["kept"] = engine.book.snapshots.num_used
+            found[way] = bench.path, *bench.found, engine.book.snapshots.num_used
         for (name, kept), of in times.items():
-            about = {"batch": batch, "tokens": num_tokens, "launch": name, "new": new}
-            about |= {"snapshots": kept, **seen[name, kept]}
-            told_as = f"{batch} x {num_tokens}, {name}, {about['path']}"
-            if options.snapshots:
-                told_as += f", {new} new, resumed {about['resumed']} of {about['matched']}"
-                told_as += f", {about['kept']} snapshots of {kept}"
-            num = num_tokens - about["resumed"] // batch
+            path, matched, resumed, used = found[name, kept]
+            about = {"batch": batch, "tokens": num_tokens, "launch": name, "path": path, "new": new}
+            about |= {"snapshots": kept, "matched": matched, "resumed": resumed, "kept": used}
+            told_as = f"{batch} x {num_tokens}, {name}, {path}"
+            if kept >= 0:
+                told_as += f", {new} new, {resumed} of {matched} resumed, {used} of {kept} kept"
+            num = num_tokens - resumed // batch
             floor = prefill_floor_ms(engine, batch, num, bandwidth, speed)
             rows.append(about | told(told_as, of, "ms", floor))
     return rows
@@ -173,7 +171,7 @@ def parsed() -> tuple[argparse.Namespace, list[Case]]:
     add = made.add_argument
     add("--phase", default="decode", choices=("decode", "prefill"))
     add("--tokens", type=ints, default="16,64,128,256,512,1024,2048,8192", help="of a prompt")
-    add("--new", type=ints, default=[0], help="so many of them behind earlier turns; 0: no turns")
+    add("--new", type=ints, default=[0], help="of them so many behind each turn; 0: no turns")
     add("--batch", default="1,8,32", help="requests at a time; 8x32768: of so many tokens")
     add("--repeat", type=int, default=3)
     add("--sampling", default="greedy", choices=sorted(SAMPLINGS))

@@ -57,7 +57,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--prompt-len", type=int, default=512)
     add("--output-len", type=int, default=128)
     add("--cached", action="store_true", help="prompts are computed once and found in the cache")
-    add("--snapshots", type=ints, help="kv.snapshots, by turns; each run has an empty cache")
+    add("--snapshots", type=ints, default=[-1], help="by turns, of an empty cache; -1: as it is")
     add("--page-size", type=int, default=64)
     add("--kv-dtype", default="auto", help="as kv.dtype")
     add("--weights", default="", choices=("", "fp8"), help="fp8: in blocks of 128 x 128")
@@ -105,7 +105,7 @@ def build(
             model["dtype"] = options.dtype
         engine = {
             "max_num_reqs": max_batch, "penalty_rows": penalty_rows, "graph": _graph(options),
-            "prefix_cache": bool(options.cached or options.snapshots),
+            "prefix_cache": options.cached or max(options.snapshots) >= 0,
             "max_prefill_tokens": options.chunk,
             "attention": options.attention, "growth_tokens": options.output_len,
             "num_pages": -(-num_tokens // page_size) + 2, "collective": options.collective,
@@ -114,8 +114,8 @@ def build(
             "role": "decode", "model": model, "engine": engine, "spec": spec, "tp": options.tp,
             "kv": {"page_size": page_size, "dtype": options.kv_dtype},
         }  # fmt: skip
-        if options.snapshots:
-            config["kv"]["snapshots"] = max(options.snapshots)
+        if (num := max(options.snapshots)) >= 0:
+            config["kv"]["snapshots"] = num
         return led_engine(WorkerConfig.model_validate(config))
 
 
@@ -146,7 +146,7 @@ class Bench:
         self.scheduler = DecodeScheduler(queues, frozenset())
         self.path = ""  # of the last step that was waited for
         # Prompt tokens of the last batch that were in the cache, and that are not computed.
-        self.found = (0, 0)
+        self.found: tuple[int, int] = (0, 0)
         self._num_admitted = 0
         words = -(-engine.shape.vocab_size // 32)
         most = int(engine.config.engine.max_num_reqs)
@@ -210,8 +210,10 @@ class Bench:
         self.scheduler.widths = WidthPolicy((width,))
 
     def keep_snapshots(self, num: int) -> None:
-        """From now on so many; the cache is empty."""
+        """From now on so many, and the cache is empty; below 0 nothing changes."""
         book = self.engine.book
+        if num < 0:
+            return
         book.forget()
         slots = range(book.num_slots + 1, book.num_slots + 1 + num)
         book.snapshots = Snapshots(slots, book.snapshots.grid, book.page_size)

@@ -27,6 +27,7 @@ from worker.api import Sampling
 MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
 CONFIG = f"--model-config {TINY / 'config.json'} --prompt-len 16 --output-len 12 --page-size 16"
 ENGINE = f"{CONFIG} --repeat 1"
+HYBRID = ENGINE.replace("/tiny/", "/tiny-hybrid/")
 CHAIN = f"--drafter {TINY.with_name('tiny-chain') / 'config.json'}"
 ATTENTION = "--model tiny --dtype float32 --page-size 16 --backends reference"
 CASES = [  # command, its list of rows, fields of a row, their values
@@ -35,6 +36,9 @@ CASES = [  # command, its list of rows, fields of a row, their values
      ["1 16 greedy", "2 24 greedy", "2 16 top_p", "1 16 all", "2 24 all"]),
     ("engine", f"{ENGINE} --phase prefill --tokens 8,16 --batch 1",
      "steps", "batch tokens", ["1 8", "1 16"]),
+    ("engine", f"{HYBRID} --phase prefill --tokens 170 --batch 1 --new 0,40 --snapshots 4,0",
+     "steps", "new snapshots matched resumed kept",
+     ["0 4 0 0 1", "0 0 0 0 0", "40 4 128 128 2", "40 0 128 0 0"]),
     ("engine", f"{ENGINE} {CHAIN} --widths 1,3 --batch 2", "steps", "batch width", ["2 1", "2 3"]),
     ("engine", f"{ENGINE} {CHAIN} --widths 4 --batch 2 --accept 2.9",
      "steps", "width accept floor_ms", ["4 2.9 0.0"]),

@@ -44,9 +44,10 @@ def check_snapshots(book: PageBook, holds: Iterable[Hold]) -> None:
     kept = [node for node in nodes_of(book.tree.root) if node.state]
     assert set(kept) == set(snapshots._nodes)
     assert not any(node.depth * book.page_size % snapshots.grid for node in kept)
-    slots = snapshots._free + [node.state for node in kept]
-    slots += [slot for hold in holds for slot in hold.snapshots.values()]
-    slots += [hold.row_snapshot for hold in holds if hold.row_snapshot]
+    promised = [slot for hold in holds for slot in hold.snapshots.values()]
+    promised += [hold.row_snapshot for hold in holds if hold.row_snapshot]
+    assert snapshots.num_promised == len(promised)
+    slots = snapshots._free + [node.state for node in kept] + promised
     assert snapshots._num_rows == sum(hold.row_snapshot > 0 for hold in holds)
     first = book.num_slots + 1
     assert sorted(slots) == [*range(first, first + snapshots.num_slots)]

@@ -192,8 +192,9 @@ class Lockstep:
         return Post(me, self._boxes)
 
     def _held(self) -> int:
-        engines = self.engines.values()
-        held = sum(engine.book.num_holds + engine.book.num_reserved for engine in engines)
+        books = [engine.book for engine in self.engines.values()]
+        held = sum(each.num_holds + each.num_reserved for each in books)
+        held += sum(each.snapshots.num_promised for each in books)
         return held + sum(sum(loop.counters().values()) for loop in self.loops.values())
 
     def _message(self, number: int) -> api.Generate:

@@ -45,6 +45,11 @@ class Snapshots:
         """Slots that are not free."""
         return self.num_slots - len(self._free)
 
+    @property
+    def num_promised(self) -> int:
+        """Of these, slots that no node has: a Hold's."""
+        return self.num_used - len(self._nodes)
+
     def resumable(self, hold: Hold, max_tokens: int) -> int:
         """Tokens of what `hold` has matched that need not be computed; `max_tokens` at most.
 

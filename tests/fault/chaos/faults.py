@@ -22,6 +22,7 @@ from tests.fault.chaos.schedules import Step, filled
 IDLE = (
     "kvlane_requests_running", "kvlane_requests_waiting", "kvlane_leases",
     "kvlane_kv_pages.reserved", "kvlane_kv_pages.private", "kvlane_state_slots.used",
+    "kvlane_state_slots.promised",
 )  # fmt: skip
 STATED = "kvlane_kv_pages", "kvlane_state_slots"
 # Who has no row -> how its command line begins; of Ray's own programs, how their path ends.
