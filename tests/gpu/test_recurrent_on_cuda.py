@@ -93,7 +93,7 @@ def test_windows_match_their_definition(width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_chunks_match_their_definition(dtype: torch.dtype) -> None:
-    (weights, state), (ref_weights, ref_state) = both(dtype, 6)
+    (weights, state), (ref_weights, ref_state) = both(dtype, 9)
     counts, before = [130, 2, 0, 64, 65, 300], [0, 64, 0, 64, 128, 0]
     start = torch.tensor([0, *counts]).cumsum(0).int()
     lengths = torch.tensor([a + b for a, b in zip(counts, before, strict=True)]).int()
