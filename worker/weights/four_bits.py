@@ -44,7 +44,12 @@ class FourBitMatrix(Matrix):
         held: Any = self.operands
         if first_row:
             held = [None if x is None else x[first_row:] for x in held]
-        y = packed_product(x, *held) if out is None else packed_product(x, *held, out)
+        values, *others = held
+        if out is None:
+            y = packed_product(x, values, *others)
+        else:
+            scales, zeros, factors = others
+            y = packed_product(x, values, scales, zeros, factors, out)
         return y if bias is None else y.add_(bias)
 
     def gated(self, x: Operand) -> Tensor:
