@@ -41,6 +41,24 @@ FP8 = {  # as Qwen3-*-FP8 has it
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
     "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"],
 }  # fmt: skip
+
+
+def _four(form: str, group: int, kind: str = "int") -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": kind, "strategy": "group", "group_size": group}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+    }  # fmt: skip
+
+
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "fp8": FP8,
+    "int4": _four("pack-quantized", 128),
+    "int4-32": _four("pack-quantized", 32),
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
+    "mxfp4": _four("mxfp4-pack-quantized", 32, "float"),
+    "nvfp4": _four("nvfp4-pack-quantized", 16, "float"),
+}
 ACCEPT = "tokens of a window that count, on average; below 1: the share of drafts; SIMULATED"
 
 Watch = Callable[[Plan, bool], None]  # what was launched, and whether every request still runs
@@ -57,7 +75,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--cached", action="store_true", help="prompts are computed once and found in the cache")
     add("--page-size", type=int, default=64)
     add("--kv-dtype", default="auto", help="as kv.dtype")
-    add("--weights", default="", choices=("", "fp8"), help="fp8: in blocks of 128 x 128")
+    add("--weights", default="", choices=("", *WEIGHTS), help="fp8: in blocks of 128 x 128")
     add("--chunk", type=int, default=4096, help="prompt tokens of one prefill step")
     add("--attention", type=backends, default="auto", help="a name, or prefill=NAME,decode=NAME")
     add("--eager", action="store_true", help="no graphs")
@@ -85,7 +103,7 @@ def build(
         place = Path(folder)
         config = json.loads(options.model_config.read_text())
         if options.weights:
-            config |= {"quantization_config": FP8}
+            config |= {"quantization_config": WEIGHTS[options.weights]}
         (place / "config.json").write_text(json.dumps(config))
         simulated = "simulate_accept_len" if options.accept >= 1 else "simulate_accept_share"
         spec: dict[str, Any] = {"widths": options.widths, simulated: options.accept}

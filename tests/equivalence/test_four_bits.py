@@ -17,10 +17,12 @@ from safetensors.torch import load_file, save_file
 import worker.weights.four_bits
 from tests.equivalence import test_dense_laws as dense_laws
 from tests.equivalence import test_models as models
+from tests.equivalence import test_mtp as mtp
 from tests.equivalence.test_eight_bit_kv import WAYS
+from tests.equivalence.test_eight_bit_weights import HYBRID
 from tests.equivalence.test_hybrid_mutants import mutate
 from tests.equivalence.test_quantized_files import write
-from tests.support.four_bits import FORMS, compressed, config_of_gptq, publish, rounded
+from tests.support.four_bits import FORMS, Written, compressed, config_of_gptq, publish, rounded
 from tests.support.pairwise import in_whole
 from tests.support.places import place
 from worker.config import ModelConfig, SpecConfig
@@ -32,7 +34,7 @@ from worker.start.check import check_directories
 from worker.start.digest import part_sums, weights_digest
 from worker.start.load import saved_by
 from worker.weights.base import Matrix
-from worker.weights.files import count_weights
+from worker.weights.files import as_held, count_weights
 from worker.weights.formats import Readings, format_of
 from worker.weights.four_bits import FourBitMatrix
 
@@ -127,7 +129,7 @@ OTHERS = [("phi3", "awq"), ("glm", "gptq-zeros"), ("odd", "int4-row-zeros"), ("e
         *in_whole(
             *((kind, form) for kind in ("phi3", "glm", "experts") for form in FORMS
               if (kind, form) not in OTHERS),
-            ("odd", "int4-row"), ("odd", "gptq-row"),
+            ("odd", "int4-row"),
         ),
     ],
 )  # fmt: skip
@@ -323,6 +325,35 @@ def test_the_last_rows_of_a_product_are_those_of_the_whole() -> None:
     torch.testing.assert_close(qkv.last(x, 1), qkv(x)[:, -size:])
 
 
+@cache
+def with_mtp() -> Path:
+    """A hybrid with experts in four bits, whose MTP layer is in 16, which nothing says."""
+    path = place("four") / "mtp"
+    mtp.save_mtp(path, "Qwen3_5Moe", HYBRID)
+    publish(path, "awq", left=lambda name: name.startswith("mtp"))
+    return path
+
+
+def test_a_drafter_that_the_files_have_in_16_bits_is_in_16_bits() -> None:
+    declared = read_model_shape(with_mtp()).quantization
+    assert declared is not None
+    held = as_held(declared, with_mtp())
+    assert held is not None
+    for module in ("self_attn.q_proj", "mlp.experts.3.up_proj", "mlp.shared_expert.down_proj"):
+        assert declared.takes(f"mtp.layers.0.{module}")
+        assert not held.takes(f"mtp.layers.0.{module}")
+        assert held.takes(f"model.layers.1.{module}")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("way", ["here", "preempted", "pulled, two ranks, ngram"])
+def test_a_drafter_in_16_bits_changes_nothing(way: str) -> None:
+    how = WAYS[way] | {"max_prefill_tokens": 64}
+    plain = dense_laws.served(with_mtp(), WAYS["here"] | {"max_prefill_tokens": 64}, num=2)
+    drafts = {"drafter": "mtp", "widths": [4]}
+    assert dense_laws.served(with_mtp(), how | drafts, num=2) == plain
+
+
 def test_a_start_says_what_is_saved() -> None:
     model = models.load(saved("qwen3", "awq")[0], eight=True)
     kept = format_of(model.shape.quantization)
@@ -336,31 +367,41 @@ def test_a_start_says_what_is_saved() -> None:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("form", [form for form in FORMS if form.startswith(("int4", "mx", "nv"))])
-def test_compressed_tensors_writes_and_reads_the_same(form: str) -> None:
-    """Its package takes ten seconds to import."""
-    library = pytest.importorskip("compressed_tensors")
+def test_logits_are_those_of_what_compressed_tensors_has_written(form: str, tmp_path: Path) -> None:
+    """By its own compressor and decompressor; the package takes ten seconds to import."""
+    pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization import QuantizationScheme
 
-    assert library
     config = FORMS[form].config
-    scheme = QuantizationScheme(**config["config_groups"]["group_0"])
-    w = torch.randn(24, 96, generator=torch.Generator().manual_seed(3))
-    ours, value = FORMS[form].write(w)
-    made = {"weight": w, "weight_scale": ours["weight_scale"].float()}
-    if form == "mxfp4":
-        made["weight_scale"] = (ours["weight_scale"].float() - 127).exp2()
-    if "weight_zero_point" in ours:
-        group = config["config_groups"]["group_0"]["weights"].get("group_size", 0)
-        made["weight_zero_point"] = (rounded(w, group, w.dtype, zeros=True)[2] - 8).to(torch.int8)
-    if "weight_global_scale" in ours:
-        made["weight_global_scale"] = ours["weight_global_scale"]
-    theirs = BaseCompressor.get_value_from_registry(config["format"]).compress(made, scheme)
-    for end, tensor in ours.items():
-        if end != "input_global_scale":
-            assert torch.equal(theirs[end], tensor), end
-    back = BaseCompressor.get_value_from_registry(config["format"]).decompress(theirs, scheme)
-    assert (back["weight"].float() - value).abs().max() < (0.02 if "fp4" in form else 1e-6)
+    group = config["config_groups"]["group_0"]
+    library: Any = BaseCompressor.get_value_from_registry(config["format"])
+    scheme = QuantizationScheme(**group)
+
+    def written(w: torch.Tensor) -> Written:
+        ours, _ = FORMS[form].write(w)
+        made = {"weight": w, "weight_scale": ours["weight_scale"].float()}
+        if form == "mxfp4":
+            made["weight_scale"] = (ours["weight_scale"].float() - 127).exp2()
+        if form == "nvfp4":
+            made["weight_global_scale"] = ours["weight_global_scale"]
+        if form.endswith("zeros"):
+            zero = rounded(w, group["weights"].get("group_size", 0), w.dtype, zeros=True)[2]
+            made["weight_zero_point"] = (zero - 8).to(torch.int8)
+        theirs = library.compress(made, scheme)
+        if form.startswith("int4"):
+            same = [end for end in ours if torch.equal(theirs[end], ours[end])]
+            assert {*ours} - {*same} <= {"weight_packed"}, "ties are rounded otherwise"
+            return theirs, library.decompress(theirs, scheme)["weight"]
+        codes = unpack_fp4_from_uint8(theirs["weight_packed"], *w.shape, dtype=torch.float32)
+        steps = made["weight_scale"].to(theirs["weight_scale"].dtype).float()  # its own has bf16
+        steps = made["weight_scale"] if form == "mxfp4" else steps / made["weight_global_scale"]
+        return theirs, (codes.unflatten(1, (steps.shape[1], -1)) * steps[..., None]).flatten(1)
+
+    reference = models.save_random(tmp_path, *KINDS["qwen3"])
+    publish(tmp_path, form, reference, write=written)
+    models.assert_same(reference, tmp_path, chunks=(64, 5))
 
 
 FILES = "weights.packed_files:PackedMatrix"

@@ -2,7 +2,7 @@
 
 Packing follows, for AWQ, AutoAWQ's awq/modules/linear/gemm.py (from_linear); for GPTQ, AutoGPTQ's
 and GPTQModel's `pack` (qweight along the input, zeros less 1 in the first version); for the rest,
-compressed-tensors' compressors, with which test_four_bits.py compares these with --whole.
+compressed-tensors' compressors, which test_four_bits.py asks itself with --whole.
 """
 
 from collections.abc import Callable
@@ -167,12 +167,14 @@ def publish(
     form: str,
     reference: torch.nn.Module | None = None,
     left: Callable[[str], bool] = lambda name: False,
+    write: Callable[[Tensor], Written] | None = None,
 ) -> None:
     """Rewrite a saved model in such a form, and give the reference what that is worth.
 
-    left: of a tensor's name, whether it stays as it is.
+    left: of a tensor's name, whether it stays as it is; write: instead of the form's own.
     """
-    config, write = FORMS[form]
+    config, own = FORMS[form]
+    write = write or own
     edit(path, quantization_config=config)
     held = apart(load_file(path / "model.safetensors"))
     kept = {} if reference is None else dict(reference.named_parameters())

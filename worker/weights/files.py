@@ -156,6 +156,19 @@ def tensor_names(path: Path, files: Sequence[Path] | None = None) -> set[str]:
     return {name for file in files for name in _tensors(file)}
 
 
+def as_held(declared: Quantization | None, path: Path) -> Quantization | None:
+    """Without the modules that files have in 16 bits though `declared`, in four, leaves none out.
+
+    So some writers publish layers that draft. Raises UserError as `weight_files`.
+    """
+    if declared is None or not FORMATS[declared.format].is_packed:
+        return declared
+    tensors = {name: x for file in weight_files(path) for name, (_, x) in _tensors(file).items()}
+    stems = {name.rpartition(".experts.")[0] if is_stack(name) else name.removesuffix(".weight")
+             for name, dtype in tensors.items() if dtype in PLAIN}  # fmt: skip
+    return declared._replace(plain=frozenset(stems))
+
+
 def count_weights(path: Path) -> tuple[int, int]:
     """(numbers in matrices of layers, other numbers) of the model in directory `path`.
 

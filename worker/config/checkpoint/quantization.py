@@ -25,6 +25,7 @@ class Quantization(NamedTuple):
     ignored: tuple[str, ...] = ()  # modules that are not
     naming: Naming = "names"
     has_zeros: bool = False  # zero points are stored, as numbers lie about none
+    plain: frozenset[str] = frozenset()  # modules that are not, as the files have them
 
     @property
     def step(self) -> int:
@@ -33,7 +34,8 @@ class Quantization(NamedTuple):
 
     def takes(self, module: str) -> bool:
         """Whether the matrix of the module of this full name is in the format."""
-        return not any(_names(self.naming, text, module) for text in self.ignored)
+        is_plain = module in self.plain or module.partition(".experts.")[0] in self.plain
+        return not is_plain and not any(_names(self.naming, x, module) for x in self.ignored)
 
 
 def _names(naming: Naming, text: str, module: str) -> bool:
