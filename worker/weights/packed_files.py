@@ -14,11 +14,12 @@ from worker.errors import UserError
 from worker.ops.packed import ZERO, worth
 from worker.weights.base import Reading
 from worker.weights.files import tensor_names
-from worker.weights.layouts import ASCENDING, LAYOUTS, Layout, Packed
+from worker.weights.layouts import LAYOUTS, Layout, Packed
 from worker.weights.scaled_files import SCALES
 from worker.weights.shard import VALUES
 
 ZEROS, FACTORS = "zeros", "factors"  # roles
+LOW = 0x0F0F0F0F  # the low numbers of four bytes
 
 
 class PackedFiles(Reading):
@@ -178,12 +179,18 @@ class PackedMatrix:
 
     def _values(self, rows: slice, columns: slice) -> Tensor:
         at, first, last = self._layout.values, 2 * columns.start, 2 * columns.stop
-        if at.along == "columns" and at.places == ASCENDING:
+        if at.along == "columns":
             stored, skip = self._bytes(at, rows, slice(first, last))
             return stored.narrow(1, skip // 2, columns.stop - columns.start)
-        numbers = self._numbers(at, rows, slice(first, min(last, self._shape[1])))
-        numbers = torch.nn.functional.pad(numbers, (0, numbers.shape[1] % 2))
-        return numbers[:, ::2] | numbers[:, 1::2] << 4
+        stored, skip = self._bytes(at, rows, slice(first, min(last, self._shape[1])))
+        words = stored.view(torch.int32)  # [rows / 8, columns]
+        words = torch.nn.functional.pad(words, (0, words.shape[1] % 2))
+        even, odd = words[:, ::2], words[:, 1::2]
+        # Of two columns the low numbers of every byte, at places 0, 2, .., and the high ones.
+        pairs = even & LOW | (odd & LOW) << 4, even >> 4 & LOW | odd & ~LOW
+        parts = [pair.view(torch.uint8).view(*even.shape, 4) for pair in pairs]
+        paired = torch.stack([parts[place % 2][..., place // 2] for place in at.places], 1)
+        return paired.flatten(0, 1).narrow(0, skip, rows.stop - rows.start)
 
     def _scales(self, rows: slice, columns: slice) -> Tensor:
         stored = self._held[self._layout.scales]
