@@ -54,13 +54,11 @@ def _four(form: str, group: int, kind: str = "int") -> dict[str, Any]:
 
 
 WEIGHTS: dict[str, dict[str, Any]] = {
-    "fp8": FP8,
-    "int4": _four("pack-quantized", 128),
-    "int4-32": _four("pack-quantized", 32),
+    "fp8": FP8, "int4": _four("pack-quantized", 128), "int4-32": _four("pack-quantized", 32),
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
     "mxfp4": _four("mxfp4-pack-quantized", 32, "float"),
     "nvfp4": _four("nvfp4-pack-quantized", 16, "float"),
-}
+}  # fmt: skip
 ACCEPT = "tokens of a window that count, on average; below 1: the share of drafts; SIMULATED"
 
 Watch = Callable[[Plan, bool], None]  # what was launched, and whether every request still runs

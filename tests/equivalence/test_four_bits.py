@@ -287,6 +287,17 @@ def test_a_file_that_says_otherwise_is_refused_by_tensor(
         models.load(tmp_path / "model", eight=True)
 
 
+def test_a_bias_of_zeros_is_none_and_another_is_refused(tmp_path: Path) -> None:
+    """Older files of GPTQ have one everywhere."""
+    path = shutil.copytree(saved("qwen3", "gptq")[0], tmp_path / "model")
+    held = load_file(path / "model.safetensors")
+    save_file(held | {f"{DOWN}bias": torch.zeros(64)}, path / "model.safetensors")
+    models.load(path)
+    save_file(held | {f"{DOWN}bias": torch.ones(64)}, path / "model.safetensors")
+    with pytest.raises(UserError, match=r"unexpected tensors: .*down_proj\.bias"):
+        models.load(path)
+
+
 def test_packed_tensors_that_config_json_does_not_declare_are_refused(tmp_path: Path) -> None:
     shutil.copytree(saved("qwen3", "awq")[0], tmp_path / "model")
     models.edit(tmp_path / "model", quantization_config=GROUPS)
@@ -408,7 +419,7 @@ FILES = "weights.packed_files:PackedMatrix"
 MUTANTS = [
     (f"{FILES}._numbers", "nibbles = nibbles[..., list(at.places)]", "pass"),
     (f"{FILES}._numbers", "(stored & 15, stored >> 4)", "(stored >> 4, stored & 15)"),
-    (f"{FILES}._numbers", "narrow(axis, skip,", "narrow(axis, 0,"),
+    (f"{FILES}._numbers", ".narrow(0, skip,", ".narrow(0, 0,"),
     (f"{FILES}._values", "skip // 2", "0"),
     (f"{FILES}._values", "place % 2", "1 - place % 2"),
     (f"{FILES}._values", "narrow(0, skip,", "narrow(0, 0,"),

@@ -16,8 +16,9 @@ from worker.ops.experts import product_triton
 from worker.ops.experts.product import expert_products_ref
 from worker.ops.experts.route import new_load, route_ref
 from worker.ops.packed import as_packed, packed_product_ref, worth
-from worker.ops.packed_triton import PackedTile, choose_packed, packed_gemm, steps_of
+from worker.ops.packed_triton import choose_packed, packed_gemm, steps_of
 from worker.ops.scaled import E4M3
+from worker.ops.skinny_triton import SkinnyTile
 
 pytest.importorskip("triton", reason=WHY)
 BF16, F16 = torch.bfloat16, torch.float16
@@ -70,7 +71,7 @@ def test_sums_are_cut_by_the_weights_shape_alone(m: int) -> None:
     for n, k in ((4096, 4096), (4096, 14336), (6144, 4096), (28672, 4096), (64, 64)):
         tile = choose_packed(m, n, k, 32)
         assert tile.split == (choose_packed(1, n, k, 32).split if m <= 64 else 1)
-        partials = -(-n // tile.rows) * tile.split * tile.rows * tile.tokens
+        partials = -(-n // tile.rows) * tile.split * tile.rows * tile.block_m
         assert (
             tile.split == 1
             or partials <= packed_triton.workspace_of(torch.device("cpu")).partial.numel()
@@ -89,7 +90,7 @@ if not INTERPRETED:
         with compiling(packed_triton) as ptx:
             packed_gemm(x, held, x.new_empty(m, 256), tile)
         text = ptx["_packed_gemm_kernel"]
-        assert re.search(rf"wgmma\S+m64n{tile.tokens}k16\.f32\.bf16\.bf16", text)
+        assert re.search(rf"wgmma\S+m64n{tile.block_m}k16\.f32\.bf16\.bf16", text)
         assert not re.search(r"\b(st|ld)\.local\b", text), "nothing spills"
 
     @pytest.mark.parametrize("name", [*in_whole(*((name,) for name in NUMBERS))])
@@ -123,7 +124,7 @@ if INTERPRETED:
     def tiled(x: Tensor, held: Any, n: int, split: int = 1, tokens: int = 16) -> Tensor:
         around = torch.full((len(x) + 2, n + 3), 77.0, dtype=x.dtype)
         out, block_k = around[1:-1, :n], steps_of(held[1], x.shape[1])[2]
-        packed_gemm(x, held, out, PackedTile(tokens, 64, block_k, split, 4, 3))
+        packed_gemm(x, held, out, SkinnyTile(tokens, 64, block_k, split, 4, 3, 0))
         found = out.clone()
         around[1:-1, :n] = 77.0
         assert (around == 77.0).all()

@@ -9,7 +9,6 @@ Tiles are chosen by shape, and not tuned yet.
 """
 
 import math
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -19,7 +18,7 @@ from worker.ops.jit import INTERPRETED, enter, overlap, power_of_two, tl, triton
 from worker.ops.packed import packed_product_ref
 from worker.ops.product import OWN_ROWS, workspace_of
 from worker.ops.scaled import E4M3
-from worker.ops.skinny_triton import DTYPES, store_sums
+from worker.ops.skinny_triton import DTYPES, SkinnyTile, store_sums
 
 # What the numbers are, by the dtype of their scales; other dtypes: integers.
 INTEGERS, KINDS = 0, {torch.uint8: 1, E4M3: 2}
@@ -37,15 +36,15 @@ def _of_bits(bits, dtype):
 @triton.jit
 def _plus_power(q, dtype):
     """128 + q in bf16, 1024 + q in f16, of q below 16."""
-    power: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
+    power = 0x4300 if dtype == tl.bfloat16 else 0x6400
     return _of_bits(q.to(tl.uint16) | power, dtype)  # pyright: ignore
 
 
 @triton.jit
 def _code(q, dtype):
     """e2m1's number: sign, exponent and the one bit behind it where `dtype` has its own."""
-    place: tl.constexpr = 6 if dtype == tl.bfloat16 else 9
-    bias: tl.constexpr = 2.0**126 if dtype == tl.bfloat16 else 2.0**14
+    place = 6 if dtype == tl.bfloat16 else 9
+    bias = 2.0**126 if dtype == tl.bfloat16 else 2.0**14
     wide = q.to(tl.uint16)
     return _of_bits((wide & 8) << 12 | (wide & 7) << place, dtype) * bias  # pyright: ignore
 
@@ -135,26 +134,14 @@ def _packed_gemm_kernel(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PackedTile:
-    """How one product is cut into programs."""
-
-    tokens: int  # rows of x
-    rows: int  # of weights
-    block_k: int
-    split: int
-    num_warps: int
-    num_stages: int
-
-
 @cache
-def choose_packed(m: int, n: int, k: int, block_k: int) -> PackedTile:
+def choose_packed(m: int, n: int, k: int, block_k: int) -> SkinnyTile:
     """The tile for x: [m, k] and weights [n, k]; up to OWN_ROWS rows m cuts no sum otherwise."""
     tokens = power_of_two(min(max(m, 16), 128))
     split, rows = 1, 128 if tokens == 128 else 64
     while m <= OWN_ROWS and -(-n // rows) * split < PROGRAMS and split < 8 and 256 * split <= k:
         split *= 2
-    return PackedTile(tokens, rows, block_k, split, 8 if tokens == 128 else 4, 4)
+    return SkinnyTile(tokens, rows, block_k, split, 8 if tokens == 128 else 4, 4, trigger=0)
 
 
 def steps_of(scales: Tensor, k: int) -> tuple[int, int, int]:
@@ -174,7 +161,7 @@ def packed_gemm(
     x: Tensor,
     held: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     out: Tensor,
-    tile: PackedTile,
+    tile: SkinnyTile,
 ) -> Tensor:
     """out[:] = x times the transposed numbers; x: [m, k], out: [m, n], rows contiguous.
 
@@ -185,13 +172,13 @@ def packed_gemm(
     assert takes(x, scales)
     assert x.stride(1) == out.stride(1) == 1
     assert all(part is None or part.is_contiguous() for part in held)
-    assert tile.split == 1 or m <= tile.tokens
+    assert tile.split == 1 or m <= tile.block_m
     steps, workspace = -(-k // (tile.block_k * tile.split)), workspace_of(x.device)
-    _packed_gemm_kernel[(-(-n // tile.rows), tile.split, -(-m // tile.tokens))](
+    _packed_gemm_kernel[(tile.num_tiles(n), tile.split, -(-m // tile.block_m))](
         x, values, scales, zeros, factors, out, workspace.partial, workspace.arrivals,
         m, n, k, x.stride(0), out.stride(0),
         **overlap(
-            x, BLOCK_M=tile.tokens, BLOCK_N=tile.rows, BLOCK_K=tile.block_k, KIND=kind,
+            x, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, KIND=kind,
             GROUP=group, SPLIT=tile.split, STEPS=steps, STAGES=tile.num_stages,
             EVEN_K=steps * tile.block_k * tile.split == k, num_warps=tile.num_warps,
             num_stages=tile.num_stages,

@@ -133,7 +133,7 @@ def store_sums(
         arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLIT - 1:
             total = tl.load(parts_at, mask=here, other=0.0, cache_modifier=".cg")
-            for i in tl.static_range(1, SPLIT):
+            for i in tl.static_range(1, SPLIT):  # pyright: ignore
                 at = parts_at + i * (BLOCK_M * BLOCK_N)
                 total += tl.load(at, mask=here, other=0.0, cache_modifier=".cg")
             tl.store(out_at, total.to(dtype), mask=stored)
