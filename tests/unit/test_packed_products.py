@@ -17,6 +17,7 @@ from worker.ops.experts.product import expert_products_ref
 from worker.ops.experts.route import new_load, route_ref
 from worker.ops.packed import as_packed, packed_product_ref, worth
 from worker.ops.packed_triton import choose_packed, packed_gemm, steps_of
+from worker.ops.product import MAX_PARTIALS
 from worker.ops.scaled import E4M3
 from worker.ops.skinny_triton import SkinnyTile
 
@@ -71,11 +72,7 @@ def test_sums_are_cut_by_the_weights_shape_alone(m: int) -> None:
     for n, k in ((4096, 4096), (4096, 14336), (6144, 4096), (28672, 4096), (64, 64)):
         tile = choose_packed(m, n, k, 32)
         assert tile.split == (choose_packed(1, n, k, 32).split if m <= 64 else 1)
-        partials = -(-n // tile.rows) * tile.split * tile.rows * tile.block_m
-        assert (
-            tile.split == 1
-            or partials <= packed_triton.workspace_of(torch.device("cpu")).partial.numel()
-        )
+        assert tile.num_partials(n) <= MAX_PARTIALS
 
 
 if not INTERPRETED:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker.ops.op import op
-from worker.ops.scaled import E4M3
+from worker.ops.scaled import E4M3, multiplies_eight_bits
 
 E8M0_BIAS, ZERO = 127, 8
 POSITIVE = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
@@ -68,8 +68,11 @@ packed_product = op(packed_product_ref)
 
 
 def multiplies_packed(device: torch.device) -> bool:
-    """Whether products here take four bits: GPUs do. A CPU would dequantise all in every step."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    """Whether products here take four bits: where eight are taken, too, whose tiles are as large.
+
+    A CPU would dequantise all of them in every step.
+    """
+    return multiplies_eight_bits(device)
 
 
 def as_packed(w: Tensor, groups: int, kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

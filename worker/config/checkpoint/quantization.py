@@ -213,7 +213,7 @@ def _read_gptq(held: Fields) -> Quantization:
     group = _read_four_bits(held)
     reason = "rows of a group lie apart then, and take a look-up apiece"
     for field in ("desc_act", "lm_head", "is_marlin_format"):
-        told = f"{reason}: {held.remedy}" if field == "desc_act" else None
+        told = f"{reason}; {held.remedy}" if field == "desc_act" else None
         held.choice(field, (False,), told)
     held.choice("pack_dtype", ("int32",))
     where, field = held.place("checkpoint_format", "format")
