@@ -421,7 +421,7 @@ MUTANTS = [
     (f"{FILES}._numbers", "(stored & 15, stored >> 4)", "(stored >> 4, stored & 15)"),
     (f"{FILES}._numbers", ".narrow(0, skip,", ".narrow(0, 0,"),
     (f"{FILES}._values", "skip // 2", "0"),
-    (f"{FILES}._values", "place % 2", "1 - place % 2"),
+    (f"{FILES}._values", "place % 2 == high", "place % 2 != high"),
     (f"{FILES}._values", "narrow(0, skip,", "narrow(0, 0,"),
     (f"{FILES}._zeros", "+ self._layout.more", "+ 0"),
     (f"{FILES}._zeros", " & 15", ""),

@@ -16,7 +16,7 @@ class Packed(NamedTuple):
     end: str
     along: Literal["rows", "columns"]  # of the matrix: whose neighbours lie in one
     turned: bool = False  # the tensor has columns first
-    # Of neighbours 0, 1, … the place, from the lowest bits on.
+    # Of neighbours 0, 1, … the place, from the lowest bits on; along columns it is as ASCENDING.
     places: tuple[int, ...] = ASCENDING
 
 
@@ -47,39 +47,28 @@ class Layout(NamedTuple):
 
 AWQ = 0, 4, 1, 5, 2, 6, 3, 7
 GPTQ = Layout(
-    Packed("qweight", "columns", turned=True),
-    "scales",
-    turned=True,
-    zeros=Packed("qzeros", "rows", turned=True),
-    order="g_idx",
-)
-INT4 = Layout(
-    Packed("weight_packed", "columns"),
-    "weight_scale",
-    zeros=Packed("weight_zero_point", "rows"),
-    shape="weight_shape",
-)
+    Packed("qweight", "columns", turned=True), "scales", turned=True,
+    zeros=Packed("qzeros", "rows", turned=True), order="g_idx",
+)  # fmt: skip
 E2M1 = Layout(
-    Packed("weight_packed", "columns"),
-    "weight_scale",
+    Packed("weight_packed", "columns"), "weight_scale",
     unused=("weight_shape", "input_global_scale", "weight_zero_point"),
-)
+)  # fmt: skip
 LAYOUTS: Mapping[str, Layout] = {
     "awq": Layout(
-        Packed("qweight", "rows", turned=True, places=AWQ),
-        "scales",
-        turned=True,
+        Packed("qweight", "rows", turned=True, places=AWQ), "scales", turned=True,
         zeros=Packed("qzeros", "rows", turned=True, places=AWQ),
     ),
     "gptq": GPTQ._replace(more=1),
     "gptq_v2": GPTQ,
-    "int4": INT4,
+    "int4": Layout(
+        Packed("weight_packed", "columns"), "weight_scale",
+        zeros=Packed("weight_zero_point", "rows"), shape="weight_shape",
+    ),
     "mxfp4": E2M1,
     "nvfp4": E2M1._replace(factor="weight_global_scale", divides=True),
     "modelopt_nvfp4": Layout(
-        Packed("weight", "columns"),
-        "weight_scale",
-        factor="weight_scale_2",
+        Packed("weight", "columns"), "weight_scale", factor="weight_scale_2",
         unused=("input_scale",),
     ),
-}
+}  # fmt: skip

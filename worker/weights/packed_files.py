@@ -182,12 +182,17 @@ class PackedMatrix:
             return stored.narrow(1, skip // 2, columns.stop - columns.start)
         stored, skip = self._bytes(at, rows, slice(first, min(last, self._shape[1])))
         words = stored.view(torch.int32)  # [rows / 8, columns]
-        words = torch.nn.functional.pad(words, (0, words.shape[1] % 2))
+        if words.shape[1] % 2:
+            words = torch.nn.functional.pad(words, (0, 1))
         even, odd = words[:, ::2], words[:, 1::2]
-        # Of two columns the low numbers of every byte, at places 0, 2, .., and the high ones.
-        pairs = even & LOW | (odd & LOW) << 4, even >> 4 & LOW | odd & ~LOW
-        parts = [pair.view(torch.uint8).view(*even.shape, 4) for pair in pairs]
-        paired = torch.stack([parts[place % 2][..., place // 2] for place in at.places], 1)
+        paired = torch.empty(len(words), 8, even.shape[1], dtype=torch.uint8)
+        # Of two columns the low numbers of every byte, at places 0, 2, .., then the high ones.
+        for high in (0, 1):
+            pair = even >> 4 & LOW | odd & ~LOW if high else even & LOW | (odd & LOW) << 4
+            places = pair.view(torch.uint8).view(*even.shape, 4)
+            for neighbour, place in enumerate(at.places):
+                if place % 2 == high:
+                    paired[:, neighbour] = places[..., place // 2]
         return paired.flatten(0, 1).narrow(0, skip, rows.stop - rows.start)
 
     def _scales(self, rows: slice, columns: slice) -> Tensor:
