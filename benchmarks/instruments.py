@@ -38,6 +38,7 @@ from worker.schedule.queues import DecodeQueues
 from worker.schedule.req import Req
 from worker.schedule.width import WidthPolicy
 from worker.start.engine import Engine
+from worker.weights.base import Matrix
 
 FP8 = {  # as Qwen3-*-FP8 has it
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
@@ -277,8 +278,10 @@ def _multiplied(module: nn.Module) -> int:
     """Weights that a token is multiplied by: of experts, those of its own alone."""
     total = sum(p.numel() for p in module.parameters())
     for each in module.modules():
-        if isinstance(each, Experts):
-            stacks = each.gate_up.values.numel() + each.down.values.numel()
+        if isinstance(each, Matrix):
+            total += each.parts.num_numbers - sum(p.numel() for p in each.parameters())
+        elif isinstance(each, Experts):
+            stacks = each.gate_up.parts.num_numbers + each.down.parts.num_numbers
             total -= stacks - stacks * each.shape.top_k // each.held.count
     return total
 
@@ -292,7 +295,7 @@ def prefill_floor_ms(
     In long steps the last layer multiplies next to no rows once it has stored its KV.
     """
     model, num_tokens = engine.runner.loaded.model, batch * prompt_len
-    layers, stored = _multiplied(model.layers), sum(p.numel() for p in model.layers.parameters())
+    layers, stored = _multiplied(model.layers), sum(p.nbytes for p in model.layers.parameters())
     last, head = model.layers[-1], model.head.weight
     assert isinstance(last, DecoderLayer)
     after = (last.attention.output, last.feed_forward)
@@ -304,5 +307,5 @@ def prefill_floor_ms(
         _, _, keys, values = delta
         a_token = DELTA_BLOCK * (3 * keys + 2 * values) + 3 * keys * values  # of a value head
         products += len(model.states) * delta.value_heads * a_token * num_tokens
-    read_s = (stored + head.numel()) * head.element_size() / bandwidth
+    read_s = (stored + head.nbytes) / bandwidth
     return 1e3 * max(read_s, 2 * products / speed)
