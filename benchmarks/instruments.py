@@ -38,10 +38,27 @@ from worker.schedule.queues import DecodeQueues
 from worker.schedule.req import Req
 from worker.schedule.width import WidthPolicy
 from worker.start.engine import Engine
+from worker.weights.base import Matrix
 
 FP8 = {  # as Qwen3-*-FP8 has it
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
     "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"],
+}  # fmt: skip
+
+
+def _four(form: str, group: int, kind: str = "int") -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": kind, "strategy": "group", "group_size": group}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+    }  # fmt: skip
+
+
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "fp8": FP8, "int4": _four("pack-quantized", 128), "int4-32": _four("pack-quantized", 32),
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
+    "mxfp4": _four("mxfp4-pack-quantized", 32, "float"),
+    "nvfp4": _four("nvfp4-pack-quantized", 16, "float"),
 }  # fmt: skip
 ACCEPT = "tokens of a window that count, on average; below 1: the share of drafts; SIMULATED"
 
@@ -60,7 +77,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--snapshots", type=ints, default=[-1], help="by turns, of an empty cache; -1: as it is")
     add("--page-size", type=int, default=64)
     add("--kv-dtype", default="auto", help="as kv.dtype")
-    add("--weights", default="", choices=("", "fp8"), help="fp8: in blocks of 128 x 128")
+    add("--weights", default="", choices=("", *WEIGHTS), help="fp8: in blocks of 128 x 128")
     add("--chunk", type=int, default=4096, help="prompt tokens of one prefill step")
     add("--attention", type=backends, default="auto", help="a name, or prefill=NAME,decode=NAME")
     add("--eager", action="store_true", help="no graphs")
@@ -88,7 +105,7 @@ def build(
         place = Path(folder)
         config = json.loads(options.model_config.read_text())
         if options.weights:
-            config |= {"quantization_config": FP8}
+            config |= {"quantization_config": WEIGHTS[options.weights]}
         (place / "config.json").write_text(json.dumps(config))
         simulated = "simulate_accept_len" if options.accept >= 1 else "simulate_accept_share"
         spec: dict[str, Any] = {"widths": options.widths, simulated: options.accept}
@@ -263,8 +280,10 @@ def _multiplied(module: nn.Module) -> int:
     """Weights that a token is multiplied by: of experts, those of its own alone."""
     total = sum(p.numel() for p in module.parameters())
     for each in module.modules():
-        if isinstance(each, Experts):
-            stacks = each.gate_up.values.numel() + each.down.values.numel()
+        if isinstance(each, Matrix):
+            total += each.parts.num_numbers - sum(p.numel() for p in each.parameters())
+        elif isinstance(each, Experts):
+            stacks = each.gate_up.parts.num_numbers + each.down.parts.num_numbers
             total -= stacks - stacks * each.shape.top_k // each.held.count
     return total
 
@@ -278,7 +297,7 @@ def prefill_floor_ms(
     In long steps the last layer multiplies next to no rows once it has stored its KV.
     """
     model, num_tokens = engine.runner.loaded.model, batch * prompt_len
-    layers, stored = _multiplied(model.layers), sum(p.numel() for p in model.layers.parameters())
+    layers, stored = _multiplied(model.layers), sum(p.nbytes for p in model.layers.parameters())
     last, head = model.layers[-1], model.head.weight
     assert isinstance(last, DecoderLayer)
     after = (last.attention.output, last.feed_forward)
@@ -290,5 +309,5 @@ def prefill_floor_ms(
         _, _, keys, values = delta
         a_token = DELTA_BLOCK * (3 * keys + 2 * values) + 3 * keys * values  # of a value head
         products += len(model.states) * delta.value_heads * a_token * num_tokens
-    read_s = (stored + head.numel()) * head.element_size() / bandwidth
+    read_s = (stored + head.nbytes) / bandwidth
     return 1e3 * max(read_s, 2 * products / speed)

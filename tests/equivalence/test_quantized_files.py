@@ -141,8 +141,8 @@ def test_transformers_reads_the_same_weights(tmp_path: Path) -> None:
         ({"fmt": "e5m2"}, "fmt: 'e5m2'"),
         (compressed("group"), r"config_groups\.group_0\.weights\.strategy: 'group'"),
         (compressed("channel", num_bits=4), r"weights\.num_bits: 4"),
-        (compressed("channel") | {"format": "pack-quantized"}, "format: 'pack-quantized'"),
-        ({"quant_method": "awq"}, "AWQ weights; kvlane reads"),
+        (compressed("channel") | {"format": "pack-quantized"}, r"weights\.type: 'float'; suppor"),
+        ({"quant_method": "aqlm"}, "AQLM weights; kvlane reads"),
         ({"expert_dtype": "fp4"}, "expert_dtype: 'fp4'"),
         ({"modules_to_convert": ["embed"]}, "modules_to_convert: embeddings"),
         ({"modules_to_not_convert": ["(("]}, r"'\(\(' is no regular expression"),
@@ -171,16 +171,19 @@ PLACES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "mlx": ({"quantization": FOUR}, {}, r"config\.json: quantization: quantized \(MLX\)"),
     "mlx, twice": ({"quantization": FOUR, "quantization_config": FOUR}, {}, r"\(MLX\)"),
-    "gptq": ({}, {"quantize_config.json": FOUR}, r"quantize_config\.json: .*GPTQ.*or remove"),
-    "awq": ({}, {"quant_config.json": {"w_bit": 4}}, r"quant_config\.json: .*AWQ"),
+    "gptq": (
+        {}, {"quantize_config.json": FOUR | {"desc_act": True}},
+        r"quantize_config\.json: desc_act: True.*or remove",
+    ),
+    "awq": ({}, {"quant_config.json": {"w_bit": 4}}, r"quant_config\.json: group_size: missing"),
     "exllama": ({}, {"quantization_config.json": {"quant_method": "exl3"}}, "exl3"),
     "ascend": ({}, {"quant_model_description_w8.json": {"a.weight": "W8A8"}}, "Ascend"),
     "bitsandbytes": ({"quantization_config": {"load_in_8bit": True}}, {}, "bitsandbytes"),
     "rotated": ({"online-rotate": {"online_full_had": True}}, {}, "online-rotate: speaks of"),
     "bits": ({"quantization_bit": 8}, {}, "quantization_bit: speaks of"),
     "nvfp4": (
-        {}, {"hf_quant_config.json": {"quantization": MODELOPT | {"quant_algo": "NVFP4"}}},
-        r"hf_quant_config\.json: quantization\.quant_algo: 'NVFP4'",
+        {}, {"hf_quant_config.json": {"quantization": MODELOPT | {"quant_algo": "NVFP4_AWQ"}}},
+        r"hf_quant_config\.json: quantization\.quant_algo: 'NVFP4_AWQ'",
     ),
     "mixed": (
         {"quantization_config": {"quant_algo": "MIXED_PRECISION"}}, {}, "'MIXED_PRECISION'; read",
@@ -247,7 +250,7 @@ def test_a_start_says_what_is_not_used_or_not_as_it_is(
     assert [record.message.partition(": ")[2] for record in caplog.records] == [
         "left alone, for they are not of the model: adapter_model.safetensors",
         "KV is as kv.dtype says: not used are quantization_config.kv_cache_scheme and 1 scales",
-        "4 matrices in eight bits become the model's dtype, for activations are in it",
+        "4 quantized matrices become the model's dtype, in which activations are",
     ]
 
 

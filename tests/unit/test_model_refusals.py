@@ -51,8 +51,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("BertForMaskedLM", {}, "another task.*ForCausalLM"),
     ("NobodysForCausalLM", {}, "take a model of an architecture that is: Cohere2ForCausalLM"),
     ("Qwen3ForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, "block_size.*; or take"),
-    ("LlamaForCausalLM", {"quantization_config": {"quant_method": "awq"}}, f"AWQ.*{READ}"),
-    ("LlamaForCausalLM", {"quantization_config": {"quant_method": "gptq"}}, f"GPTQ.*{READ}"),
+    ("LlamaForCausalLM", {"quantization_config": {"quant_method": "aqlm"}}, f"AQLM.*{READ}"),
+    ("LlamaForCausalLM", {"quantization_config": {"quant_method": "exl2"}}, f"exl2.*{READ}"),
     ("LlamaForCausalLM", {"quantization_config": {"load_in_4bit": True}}, f"quantized.*{READ}"),
     (
         "SmolLM3ForCausalLM",

@@ -108,20 +108,35 @@ def _skinny_gemm_kernel(
     cols = tile * WIDTH + tl.arange(0, WIDTH)
     out_at = out + tokens[:, None] * stride_out + cols[None, :]
     stored = here & (cols < N)[None, :]
+    store_sums(  # pyright: ignore
+        acc, out_at, stored, here, partial, arrivals, tile, part, BLOCK_M, BLOCK_N, SPLIT
+    )
+
+
+@triton.jit
+def store_sums(
+    acc, out_at, stored, here, partial, arrivals, tile, part,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """acc [BLOCK_M, columns] goes to `out_at`, added up by the last of SPLIT parts to arrive.
+
+    stored: where there is an output; here: [BLOCK_M, 1], where there are tokens.
+    """
+    dtype = out_at.dtype.element_ty
     if SPLIT == 1:
-        tl.store(out_at, acc.to(out.dtype.element_ty), mask=stored)
+        tl.store(out_at, acc.to(dtype), mask=stored)
     else:
-        spot = tokens[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        spot = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         parts_at = partial + tile.to(tl.int64) * (SPLIT * BLOCK_M * BLOCK_N) + spot
         tl.store(parts_at + part * (BLOCK_M * BLOCK_N), acc, mask=here)
         tl.debug_barrier()  # all threads' sums are written before the one atomic releases them
         arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLIT - 1:
             total = tl.load(parts_at, mask=here, other=0.0, cache_modifier=".cg")
-            for i in tl.static_range(1, SPLIT):
+            for i in tl.static_range(1, SPLIT):  # pyright: ignore
                 at = parts_at + i * (BLOCK_M * BLOCK_N)
                 total += tl.load(at, mask=here, other=0.0, cache_modifier=".cg")
-            tl.store(out_at, total.to(out.dtype.element_ty), mask=stored)
+            tl.store(out_at, total.to(dtype), mask=stored)
             tl.store(arrivals + tile, 0)
 
 

@@ -31,6 +31,7 @@ from worker.ops.norms import (
     swiglu,
     swiglu_ref,
 )
+from worker.ops.packed import packed_product
 from worker.ops.product import gated_product, product
 from worker.ops.scaled import (
     add_rms_norm_eight,
@@ -111,6 +112,11 @@ ADD_RMS_NORM_EIGHT = _custom_op(
     "(Tensor x, Tensor residual, Tensor weight, float eps, Tensor? total=None) "
     "-> (Tensor, Tensor, Tensor)",
     lambda x, *_: (*room(x.shape[0], x.shape[1], x.device), torch.empty_like(x)),
+)
+PACKED_PRODUCT = _custom_op(
+    packed_product,
+    "(Tensor x, Tensor values, Tensor scales, Tensor? zeros=None, Tensor? factors=None) -> Tensor",
+    lambda x, values, *_: x.new_empty(x.shape[0], values.shape[0]),
 )
 RMS_NORM = _custom_op(
     rms_norm,

@@ -36,6 +36,7 @@ from worker.start.engine import Engine, Kept
 from worker.start.load import Start, load
 from worker.transfer.base import TRANSPORTS, KVTransport
 from worker.transfer.host import addresses_in
+from worker.weights.files import as_held
 
 log = logging.getLogger("kvlane.engine")
 # Model and pool depend on these; a process keeps both in another role where they are equal.
@@ -162,7 +163,10 @@ def _read_shape(configured: WorkerConfig) -> ModelShape:
     directory = configured.model.directory
     shape = read_model_shape(directory).served(configured.model.max_model_len)
     ends = (*shape.eos_token_ids, *eos_ids(directory, shape.vocab_size))
-    return replace(shape, eos_token_ids=tuple(dict.fromkeys(ends)))
+    held = shape.quantization
+    if configured.model.noise is None:
+        held = as_held(held, directory)
+    return replace(shape, eos_token_ids=tuple(dict.fromkeys(ends)), quantization=held)
 
 
 def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) -> Start:

@@ -117,7 +117,7 @@ def check_directories(
             raise UserError(f"there is no directory {directory}; take one, or a model's name")
         shape = read_model_shape(directory)
         if with_weights and model.load_format == "safetensors":
-            check_weights(directory)
+            check_weights(directory, shape.quantization)
     except UserError as error:
         raise type(error)(f"model.path: {error}", "model.path") from error
     if model.max_model_len != "auto":

@@ -43,6 +43,7 @@ from worker.start.memory import (
 from worker.step.buffers import BatchBuffers, BatchShape
 from worker.step.chunk_rows import NOT_STORED
 from worker.step.state import StateShape, StepState, Windows
+from worker.weights.base import Format
 from worker.weights.formats import format_of
 from worker.weights.loader import Loadable
 from worker.weights.plain import PLAIN
@@ -155,11 +156,22 @@ def _load_weights(start: Start) -> Weights:
         noise=seed,
         progress=start.progress,
     )
+    if kept is not PLAIN:
+        log.info("%s: %s", config.model.directory, saved_by(kept, model, dtype))
     drafter, models = None, dict[str, Loadable](target=model)
     if start.drafter_shape is not None:
         drafter = models["draft"] = load_drafter(config, start.drafter_shape, model)
     noise = "" if seed is None else dummy_digest(seed, dtype, device, kept.noise)
     return Weights(model, drafter, models_digest(models, start.rank_group, noise))
+
+
+def saved_by(kept: Format, model: Decoder, dtype: torch.dtype) -> str:
+    """What a format's matrices take on this rank's device, and would take in the model's dtype."""
+    matrices = [x for x in model.modules() if isinstance(x, kept.matrix)]
+    held = sum(part.nbytes for matrix in matrices for part in matrix.parameters())
+    numbers = sum(matrix.parts.num_numbers for matrix in matrices) * dtype.itemsize
+    text = f"{len(matrices)} matrices in {kept.name} take {held / 1e9:.3g} GB here"
+    return f"{text}, {numbers / 1e9:.3g} GB in {dtype}"
 
 
 def _assemble(

@@ -57,6 +57,12 @@ class Parts(NamedTuple):
         """Of all the matrices, on this rank."""
         return sum(map(len, self.rows.values()))
 
+    @property
+    def num_numbers(self) -> int:
+        """That this rank has of the matrices, of all experts if it is a stack."""
+        count = 1 if self.held is None else self.held.count
+        return count * self.num_rows * len(self.columns)
+
     def named(self, prefix: str, end: str) -> dict[str, Part]:
         """The rows by the checkpoint's tensors, which end so."""
         return {f"{prefix}.{name}".rstrip(".") + end: part for name, part in self.rows.items()}
@@ -133,8 +139,11 @@ class Matrix(nn.Module):
 class Reading:
     """How the files of a model hold tensors of a format; here: none."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        """files: all weight files of the model; they are not opened before it is necessary."""
+    def __init__(self, files: Sequence[Path], declared: Quantization | None = None) -> None:
+        """files: all weight files of the model; they are not opened before it is necessary.
+
+        declared: what config.json says of them.
+        """
 
     def tensor_of(self, name: str) -> str:
         """The model's name of the tensor whose values the files have under `name`."""

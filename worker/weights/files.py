@@ -14,13 +14,14 @@ from safetensors import SafetensorError, safe_open
 
 from worker.config.checkpoint.fields import AGAIN, read_fields, unreadable
 from worker.config.checkpoint.foreign import ASIDE, no_safetensors
-from worker.config.checkpoint.quantization import FORMATS, WEIGHT_SCALES
+from worker.config.checkpoint.quantization import FORMATS, WEIGHT_SCALES, Quantization
 from worker.config.checkpoint.refusals import READ, unquantized
 from worker.config.checkpoint.shape import read_architecture
 from worker.config.gguf.directory import LINKS
 from worker.config.gguf.file import read_header
 from worker.config.gguf.tensors import tensors_of
 from worker.errors import Unsupported, UserError
+from worker.weights.layouts import LAYOUTS
 from worker.weights.stacks import is_stack
 
 INDEX_NAME, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -39,8 +40,10 @@ FOREIGN: Mapping[str, str] = {
     **dict.fromkeys(("scales", "biases"), "MLX"),
     "pre_quant_scale": "ModelOpt's AWQ",
 }
+PACKED = {row.values.end for row in LAYOUTS.values()}
+BESIDE = {end for row in LAYOUTS.values() for end in row.ends}
 PLAIN = ("BF16", "F16", "F32", "F64")  # dtypes of weights, as safetensors has them
-SCALED = frozenset(row.dtype for row in FORMATS.values())
+SCALED = frozenset(row.dtype for row in FORMATS.values() if not row.is_packed)
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -113,8 +116,10 @@ def is_gguf(file: Path) -> bool:
     return file.parent.name == LINKS
 
 
-def check_weights(path: Path) -> None:
+def check_weights(path: Path, declared: Quantization | None = None) -> None:
     """Compare the weight files with their own headers and with the index; reads no weights.
+
+    declared: the format that config.json names.
 
     Raises UserError if a file is missing, cut short or broken, or lacks tensors of the index;
     Unsupported if tensors are of a format that is not read.
@@ -124,8 +129,12 @@ def check_weights(path: Path) -> None:
     named = _weight_map(index) if index.exists() and files != [path / WHOLE] else ()
     if missing := sorted({*named} - {*dtypes}):
         raise UserError(f"{index} names tensors that are in no file: {listed(missing)}; {AGAIN}")
+    layout = None if declared is None else LAYOUTS.get(declared.format)
+    known = () if layout is None else (layout.values.end, *layout.ends)
     for name, dtype in sorted(dtypes.items()):
         stem, _, end = name.rpartition(".")
+        if end in known:
+            continue
         whose = FOREIGN.get(end, "")
         if end == "weight" and dtype not in (*PLAIN, *SCALED):
             whose = f"numbers of type {dtype}"
@@ -147,6 +156,19 @@ def tensor_names(path: Path, files: Sequence[Path] | None = None) -> set[str]:
     return {name for file in files for name in _tensors(file)}
 
 
+def as_held(declared: Quantization | None, path: Path) -> Quantization | None:
+    """Without the modules that files have in 16 bits though `declared`, in four, leaves none out.
+
+    So some writers publish layers that draft. Raises UserError as `weight_files`.
+    """
+    if declared is None or not FORMATS[declared.format].is_packed:
+        return declared
+    tensors = {name: x for file in weight_files(path) for name, (_, x) in _tensors(file).items()}
+    stems = {name.rpartition(".experts.")[0] if is_stack(name) else name.removesuffix(".weight")
+             for name, dtype in tensors.items() if dtype in PLAIN}  # fmt: skip
+    return declared._replace(plain=frozenset(stems))
+
+
 def count_weights(path: Path) -> tuple[int, int]:
     """(numbers in matrices of layers, other numbers) of the model in directory `path`.
 
@@ -155,7 +177,13 @@ def count_weights(path: Path) -> tuple[int, int]:
     """
     matrices = others = 0
     for file in weight_files(path):
-        for name, (shape, _) in _tensors(file).items():
+        for name, (shape, dtype) in _tensors(file).items():
+            end = name.rpartition(".")[2]
+            if end in PACKED and dtype in ("I32", "U8"):
+                matrices += math.prod(shape) * (8 if dtype == "I32" else 2)
+                continue
+            if end in BESIDE:
+                continue
             in_layer = ".layers." in name and name.endswith(".weight")
             alone = name.endswith("gate.weight") or ".in_proj_" in name
             if (len(shape) == 2 and in_layer and not alone) or is_stack(name):

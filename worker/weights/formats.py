@@ -22,10 +22,11 @@ def _served_by(name: str) -> type[Format]:
 
 
 class Readings:
-    """The tensors of a model's weight files in any format, whatever config.json declares."""
+    """The tensors of a model's weight files in any format that these, or config.json, name."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._all = [_served_by(name).reading(files) for name in FORMATS]
+    def __init__(self, files: Sequence[Path], declared: Quantization | None = None) -> None:
+        kinds = dict.fromkeys(_served_by(name).reading for name in FORMATS)
+        self._all = [kind(files, declared) for kind in kinds]
         self.made = set[str]()  # the model's names of tensors that are not as the files have them
 
     def tensor_of(self, name: str) -> str:

@@ -52,7 +52,7 @@ def read_weights(model: Loadable, path: Path, progress: Progress = no_progress) 
     another shape (all of them are named, up to eight).
     """
     shards, files = model.shards(), weight_files(path)
-    readings, others = Readings(files), list[str]()
+    readings, others = Readings(files, model.shape.quantization), list[str]()
     missing = set(shards)
     for file in files:
         for key, part in _tensors(file, model.shape, shards, readings):
@@ -88,7 +88,7 @@ def _tell(path: Path, files: list[Path], unused: list[str], num_changed: int) ->
         asks = f"{field} and {of_kv} scales" if field else f"{of_kv} scales"
         log.info("%s: KV is as kv.dtype says: not used are %s", path, asks)
     if num_changed:
-        text = "%s: %d matrices in eight bits become the model's dtype, for activations are in it"
+        text = "%s: %d quantized matrices become the model's dtype, in which activations are"
         log.info(text, path, num_changed)
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from worker.config.checkpoint.quantization import SCALE_BLOCK, WEIGHT_SCALES
+from worker.config.checkpoint.quantization import SCALE_BLOCK, WEIGHT_SCALES, Quantization
 from worker.errors import UserError
 from worker.weights.base import Format, Reading, whole_of
 from worker.weights.files import tensor_names
@@ -26,8 +26,8 @@ class ScaledFiles(Reading):
 
     dtype: str  # of the tensors, as safetensors has it
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        super().__init__(files)
+    def __init__(self, files: Sequence[Path], declared: Quantization | None = None) -> None:
+        super().__init__(files, declared)
         self._files = files
         self._readers: dict[Path, Any] = {}  # a header may name thousands of tensors
         self._used = set[str]()

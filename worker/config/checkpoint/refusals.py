@@ -13,7 +13,10 @@ MISTRAL, OLMO, PHI, GEMMA = (
     *("mistralai/Mistral-Nemo-Instruct-2407", "allenai/OLMo-2-1124-7B-Instruct"),
     *("microsoft/phi-4", "google/gemma-3-1b-it"),
 )
-READ = "kvlane reads bf16, f16, f32 and FP8 safetensors, and some GGUF files"
+READ = (
+    "kvlane reads bf16, f16, f32 and FP8 safetensors, four bits of AWQ, GPTQ, compressed-tensors "
+    "and NVFP4, and some GGUF files"
+)
 DENSE = f"take a dense model, as {QWEN} or {LLAMA}"
 
 # Of `architectures`: pattern -> (what such models need, what to do instead). The first counts.

@@ -95,7 +95,7 @@ class LayerShape:
     @property
     def scale_group(self) -> int:
         """Columns of a matrix that share a scale, so that no rank's part ends within; else 1."""
-        return (self.quantization.group if self.quantization else 0) or 1
+        return self.quantization.step if self.quantization else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

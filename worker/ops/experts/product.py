@@ -1,5 +1,7 @@
 """The products of experts with their tokens, and a token's sum of them."""
 
+from typing import Any, TypeAlias
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,11 @@ from worker.config.checkpoint.experts import Held
 from worker.ops.experts.route import Routes
 from worker.ops.norms import swiglu
 from worker.ops.op import op
+from worker.ops.packed import worth
 from worker.ops.scaled import eight_bits_ref, scaled_gated_product_ref, scaled_product_ref
+
+# (scales, zeros, factors) of a stack of gates and ups, and of one of downs.
+PackedPair: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
 def expert_products_ref(
@@ -18,18 +24,26 @@ def expert_products_ref(
     held: Held,
     out: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
+    packed: PackedPair | None = None,
 ) -> Tensor:
     """The sum over this rank's experts of weight · down(silu(gate(x)) · up(x)): [n, hidden_size].
 
     x: [n, hidden_size]; gate_up: [count, 2 · width, hidden_size], gates before ups; down:
     [count, hidden_size, width]; all of x's dtype. out: [n, hidden_size], where the result goes;
     None: to new memory. scales: of gate_up and of down in e4m3, stacks of
-    scaled_product_ref's. A token without experts here gets zeros. An expert's part is rounded
+    scaled_product_ref's. packed: of both in four bits, [.., columns / 2], what else
+    ops.packed.worth takes. A token without experts here gets zeros. An expert's part is rounded
     to the dtype before the sum, which is in f32 and in the order of the token's experts. A row's
     result depends on that row alone on a GPU, bit for bit.
     """
     # Of all tokens with all experts: no shape depends on where they go, as in a graph.
-    if scales is None:
+    if packed is not None:
+        up, low = (worth(*stack) for stack in ((gate_up, *packed[0]), (down, *packed[1])))
+        gates = torch.einsum("nh,eih->eni", x.float(), up[..., : x.shape[1]])
+        hidden = swiglu(gates.to(x.dtype))
+        low = low[..., : hidden.shape[-1]]
+        products = torch.einsum("eni,ehi->enh", hidden.float(), low)
+    elif scales is None:
         hidden = swiglu(torch.einsum("nh,eih->eni", x, gate_up))
         products = torch.einsum("eni,ehi->enh", hidden.float(), down.float())
     else:

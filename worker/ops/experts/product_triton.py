@@ -5,7 +5,7 @@ ones, it finds from `starts`: the grid is as large as any routing may need, and 
 rows end at once. Sums over K ascend; the number of tokens side by side changes no sum of a row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from worker.config.checkpoint.experts import Held
 from worker.config.checkpoint.quantization import SCALE_BLOCK
+from worker.ops.experts.product import PackedPair, expert_products_ref
 from worker.ops.experts.route import Routes
 from worker.ops.jit import INTERPRETED, enter, overlap, power_of_two, tl, triton
 from worker.ops.norms_triton import silu_and_mul
+from worker.ops.packed_triton import multiply_packed, steps_of, takes
 from worker.ops.scaled import E4M3, strides_of
 from worker.ops.scaled_triton import eight_bits_triton
 
@@ -73,17 +75,18 @@ def _item(starts, item, COUNT: tl.constexpr, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def _grouped_kernel(
-    x, of_rows, w, scales, weights, starts, order, out, N, K, stride_x, num_tiles,
+    x, of_rows, w, scales, zeros, factors, weights, starts, order, out, N, K, stride_x, num_tiles,
     stride_column, stride_expert, stride_rows, stride_blocks,
     COUNT: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GATED: tl.constexpr, GRAIN: tl.constexpr, STAGES: tl.constexpr,
-    EVEN_K: tl.constexpr, PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Grid (items · tiles of weights).
 
     GATED: x: [n, K] by token; w: [COUNT, 2 · N, K], gates before ups; out: [rows, N].
     Else x: [rows, K]; w: [COUNT, N, K]; out: [n · TOP_K, N] by assignment, times its weight.
-    GRAIN, STAGES, of_rows: see _skinny_gemm_kernel.
+    GRAIN, STAGES, of_rows: see _skinny_gemm_kernel; KIND, GROUP, zeros, factors: of weights in four
+    bits, see multiply_packed; KIND below 0: in more.
     """
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the output
     item, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
@@ -108,7 +111,8 @@ def _grouped_kernel(
         height = N
         source = rows
     ks = tl.arange(0, BLOCK_K)
-    w_rows = w + (expert.to(tl.int64) * height + lines) * K
+    numbers = expert.to(tl.int64) * height + lines
+    w_rows = w + numbers * K
     if not GATED:
         enter(PDL)
     w_at = w_rows[:, None] + ks[None, :]
@@ -118,7 +122,11 @@ def _grouped_kernel(
         row_at = of_rows + source
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if EVEN_K:
+        if KIND >= 0:
+            known = here[:, None] if EVEN_K else here[:, None] & (begin + ks < K)[None, :]
+            x_tile = tl.load(x_at, mask=known, other=0.0)
+            w_tile = x_tile  # it is loaded below
+        elif EVEN_K:
             w_tile = tl.load(w_at)
             x_tile = tl.load(x_at, mask=here[:, None], other=0.0)
         else:
@@ -127,7 +135,12 @@ def _grouped_kernel(
             x_tile = tl.load(x_at, mask=here[:, None] & inside, other=0.0)
         if INTERPRETED:
             w_tile, x_tile = w_tile.to(tl.float32), x_tile.to(tl.float32)
-        if GRAIN:
+        if KIND >= 0:
+            acc = multiply_packed(
+                acc, x_tile, numbers, begin, w, scales, zeros, K, out.dtype.element_ty,
+                BLOCK_K, KIND, GROUP, EVEN_K,
+            )  # fmt: skip
+        elif GRAIN:
             scale = tl.load(scales_at)[:, None] * tl.load(row_at, mask=here, other=0.0)[None, :]
             acc += tl.dot(w_tile, tl.trans(x_tile), input_precision="ieee") * scale
             scales_at += stride_blocks
@@ -136,6 +149,8 @@ def _grouped_kernel(
             acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
         w_at += BLOCK_K
         x_at += BLOCK_K
+    if factors is not None:
+        acc *= tl.load(factors + numbers)[:, None]
     dtype = out.dtype.element_ty
     cols = tile * WIDTH + tl.arange(0, WIDTH)
     if GATED:
@@ -182,39 +197,48 @@ def expert_products_triton(
     held: Held,
     out: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
+    packed: PackedPair | None = None,
 ) -> Tensor:
     """See expert_products_ref; padding in `routes` is read by no product."""
+    if packed is not None and not takes(x, packed[0][0]):
+        return expert_products_ref(x, routes, gate_up, down, held, out, packed=packed)
     (n, size), top_k = x.shape, routes.ids.shape[1]
-    width, num_rows = down.shape[2], n * top_k
-    assert gate_up.shape == (held.count, 2 * width, size)
-    assert down.shape == (held.count, size, width)
+    width, num_rows = gate_up.shape[1] // 2, n * top_k
+    few = 1 if packed is None else 2  # numbers in one of a tensor's
+    assert gate_up.shape == (held.count, 2 * width, -(-size // few))
+    assert down.shape == (held.count, size, -(-width // few))
     assert gate_up.is_contiguous()
     assert down.is_contiguous()
     assert x.stride(1) == 1
     hidden = x.new_empty(num_rows, width)
     parts = x.new_empty(num_rows, size)
     of_up, of_down = scales or (None, None)
+    up_four, down_four = packed or (None, None)
     assert (scales is not None) == (gate_up.dtype == E4M3) == (down.dtype == E4M3)
-    for source, w, of_w, result, gated in (
-        (x, gate_up, of_up, hidden, True), (hidden, down, of_down, parts, False)
+    for source, w, of_w, four, result, gated in (
+        (x, gate_up, of_up, up_four, hidden, True), (hidden, down, of_down, down_four, parts, False)
     ):  # fmt: skip
         tile = choose(n, top_k, held.count, gated=gated, eight=of_w is not None)
         num_items = min(num_rows, num_rows // tile.tokens + min(held.count, num_rows))
         columns, k = result.shape[1], source.shape[1]
-        of_rows = None
+        of_rows, kind, group = None, -1, 0
         if of_w is not None:
             source, of_rows = eight_bits_triton(source)
+        if four is not None:
+            kind, group, most = steps_of(four[0], k)
+            tile = replace(tile, block_k=min(tile.block_k, most))
+        of_four, zeros, factors = four or (None, None, None)
         num_tiles = -(-columns // (tile.rows // 2 if gated else tile.rows))
         _grouped_kernel[(num_items * num_tiles,)](
-            source, of_rows, w, of_w, routes.weights, routes.starts, routes.order, result, columns,
-            k, source.stride(0), num_tiles, 0 if of_rows is None else of_rows.stride(1),
-            *_strides(of_w),
+            source, of_rows, w, of_four if of_w is None else of_w, zeros, factors,
+            routes.weights, routes.starts, routes.order, result, columns, k, source.stride(0),
+            num_tiles, 0 if of_rows is None else of_rows.stride(1), *_strides(of_w),
             **overlap(
                 x, COUNT=held.count, TOP_K=top_k, BLOCK_T=tile.tokens, BLOCK_N=tile.rows,
                 BLOCK_K=tile.block_k, GATED=gated, EVEN_K=k % tile.block_k == 0,
                 GRAIN=0 if of_w is None else w.shape[1] // of_w.shape[1],
-                STAGES=None if of_w is None else tile.num_stages, num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
+                STAGES=None if of_w is None and four is None else tile.num_stages,
+                num_warps=tile.num_warps, num_stages=tile.num_stages, KIND=kind, GROUP=group,
             ),
         )  # fmt: skip
     out = torch.empty_like(x) if out is None else out

@@ -1,0 +1,64 @@
+"""Weights in four bits on a GPU: each number, products, and that rows depend on themselves."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.products import noise
+from tests.unit.test_packed_products import BF16, F16, NUMBERS, experts, packed, products
+from worker.ops.experts.product import expert_products, expert_products_ref
+from worker.ops.packed import packed_product, worth
+
+pytestmark = pytest.mark.gpu(1)
+FORMS = [(name, dtype) for name in NUMBERS for dtype in (BF16, F16)]
+
+
+def on_gpu(held: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(None if part is None else part.cuda() for part in held)
+
+
+@pytest.mark.parametrize(("name", "dtype"), FORMS)
+@pytest.mark.parametrize("m", [16, 512])
+def test_every_number_is_that_of_the_definition(name: str, dtype: torch.dtype, m: int) -> None:
+    """Rows of the identity take one number each: a product rounds it once, and adds zeros."""
+    held = packed(name, 80, 512)
+    found = packed_product(torch.eye(512, dtype=dtype).cuda()[:m], *on_gpu(held))
+    assert torch.equal(found.cpu(), worth(*held).t()[:m].to(dtype))
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_powers_of_two_of_all_sizes_are_kept(name: str) -> None:
+    """Codes and scales of e8m0 that are subnormal in bf16 on their way are not flushed."""
+    values, scales, *others = packed(name, 64, 128)
+    if scales.dtype == torch.uint8:
+        scales = (torch.arange(256).view(64, 4) % 230 + 8).to(torch.uint8)
+    held = values, scales, *others
+    found = packed_product(torch.eye(128, dtype=BF16).cuda(), *on_gpu(held))
+    assert torch.equal(found.cpu(), worth(*held).t().to(BF16))
+
+
+@pytest.mark.parametrize(("name", "dtype"), FORMS)
+@pytest.mark.parametrize("m", [1, 17, 64, 65, 300])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (100, 384)])
+def test_products_are_near_and_rows_depend_on_themselves(
+    name: str, dtype: torch.dtype, m: int, n: int, k: int
+) -> None:
+    held, x = on_gpu(packed(name, n, k)), noise(m, k, dtype=dtype, device="cuda")
+    found = packed_product(x, *held)
+    exact = x.double() @ worth(*held)[:, :k].double().t()
+    assert ((found - exact).norm(dim=-1) <= 2**-8 * exact.norm(dim=-1)).all()
+    if m <= 64:
+        assert torch.equal(packed_product(x[-1:].contiguous(), *held), found[-1:])
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("n", [1, 40, 300])
+def test_experts_are_near_their_definition(name: str, n: int) -> None:
+    x, routes, up, down = experts(name, n, BF16)
+    wanted = products(x, routes, up, down, by=expert_products_ref)
+    moved = type(routes)(
+        *(part.cuda() if isinstance(part, torch.Tensor) else part for part in routes)
+    )
+    found = products(x.cuda(), moved, on_gpu(up), on_gpu(down), by=expert_products).cpu()
+    assert (found - wanted).norm() <= 2**-7 * wanted.norm()

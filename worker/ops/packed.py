@@ -1,0 +1,105 @@
+"""Products of weights in four bits, y = x Wᵀ, whose x stays in 16: what the numbers are worth.
+
+In memory all formats are alike: two numbers in a byte, the former in the low bits, and a scale for
+every group of a row's columns. What its dtype is says what the numbers are:
+
+    scales   a number is                            |
+    any float  (q - zero) · scale                   zero: 8, or one a group
+    u8 (e8m0)  code · 2^(scale - 127)               code: e2m1, as CODES has them
+    e4m3       code · scale · the row's factor
+
+(q - zero), and code · scale, are exact in bf16. So kernels multiply these and have f32 scales, or
+factors, of sums: but for the order in which sums are added they compute the definition.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from worker.ops.op import op
+from worker.ops.scaled import E4M3, multiplies_eight_bits
+
+E8M0_BIAS, ZERO = 127, 8
+POSITIVE = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
+CODES = torch.tensor([*POSITIVE, *(-code for code in POSITIVE)])
+
+
+def worth(
+    values: Tensor, scales: Tensor, zeros: Tensor | None = None, factors: Tensor | None = None
+) -> Tensor:
+    """The numbers, f32 [.., n, 2 · bytes].
+
+    values: u8 [.., n, bytes]; scales: [.., n, groups]; zeros: u8, of their shape; factors: f32
+    [.., n, 1].
+    """
+    q = torch.stack((values & 15, values >> 4), -1).flatten(-2)
+    groups = q.unflatten(-1, (scales.shape[-1], -1))
+    if scales.dtype == torch.uint8:
+        steps = torch.ones_like(scales, dtype=torch.float32).ldexp(scales.int() - E8M0_BIAS)
+    else:
+        steps = scales.float()
+    if scales.dtype in (torch.uint8, E4M3):
+        numbers = CODES.to(q.device)[groups.int()]
+    else:
+        numbers = groups.float() - (ZERO if zeros is None else zeros.unsqueeze(-1).float())
+    numbers = (numbers * steps.unsqueeze(-1)).flatten(-2)
+    return numbers if factors is None else numbers * factors
+
+
+def packed_product_ref(
+    x: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    factors: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x times the transposed numbers, summed up in f32 and rounded once: [m, n] of x's dtype.
+
+    x: [m, k] any float; values, scales, zeros, factors: of [n, k], see `worth`; out: [m, n], where
+    the result goes; None: to new memory.
+    """
+    w = worth(values, scales, zeros, factors)[:, : x.shape[1]]
+    y = F.linear(x.float(), w).to(x.dtype)
+    return y if out is None else out.copy_(y)
+
+
+packed_product = op(packed_product_ref)
+
+
+def multiplies_packed(device: torch.device) -> bool:
+    """Whether products here take four bits: where eight are taken, too, whose tiles are as large.
+
+    A CPU would dequantise all of them in every step.
+    """
+    return multiplies_eight_bits(device)
+
+
+def as_packed(w: Tensor, groups: int, kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """A drawn matrix as (values, scales, factors); kind: of scales, which are f32 for any float.
+
+    w: [.., k] f32, k even; scales are [.., groups], factors [.., 1].
+    """
+    blocks = w.unflatten(-1, (groups, -1))
+    amax = blocks.abs().amax(-1, keepdim=True).clamp_(min=1e-12)
+    factors = torch.full_like(w[..., :1], 2.0**-10)
+    if kind not in (torch.uint8, E4M3):
+        scales = amax / 7
+        q = (blocks / scales).round() + ZERO
+        return _paired(q.flatten(-2)), scales.squeeze(-1), factors
+    if kind == torch.uint8:
+        exponents = (amax / CODES[7]).log2().ceil()
+        scales, steps = (exponents + E8M0_BIAS).to(kind), exponents.exp2()
+    else:
+        scales = (amax / CODES[7] / 2.0**-10).to(kind)
+        steps = scales.float() * 2.0**-10
+    parts = (blocks / steps.clamp(min=1e-12)).flatten(-2)
+    between = (CODES[:7] + CODES[1:8]).to(w.device) / 2
+    q = torch.bucketize(parts.abs(), between) + 8 * (parts < 0)
+    return _paired(q), scales.squeeze(-1), factors
+
+
+def _paired(q: Tensor) -> Tensor:
+    """u8 [.., k / 2] of numbers [.., k] of four bits."""
+    q = q.to(torch.uint8)
+    return q[..., ::2] | q[..., 1::2] << 4
