@@ -17,7 +17,7 @@ from tests.support.patience import HANG_S
 from tests.support.routers import by_router
 
 DOCUMENT = REPOSITORY.parent / "shared" / "data" / "openai-openapi-subset.json"
-NUM_EXAMPLES = "100" if pairwise.whole else "8"  # of an operation
+NUM_EXAMPLES = "100" if pairwise.whole else "12"  # of an operation
 SCHEMATHESIS = importlib.util.find_spec("schemathesis") is not None
 CHECKS = (
     "not_a_server_error,response_schema_conformance,"
@@ -60,7 +60,7 @@ def examine(serve: Serve, document: dict, url: str, directory: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     serve.wait_idle()
-    assert num_served(serve) - before >= 5, "schemathesis has seen mistakes only"
+    assert num_served(serve) - before >= 1, "schemathesis has seen mistakes only"
 
 
 def num_served(serve: Serve) -> float:

@@ -160,7 +160,7 @@ spoken = st.lists(
     st.sampled_from([*PIECES, "the cat", " ", "  ", "   ", "abcd", "ab", USER, END, "<tool>", "\n"])
     | st.text(max_size=3),
     max_size=12,
-).map(lambda parts: "".join(parts).replace("_", " "))
+).map(lambda parts: "".join(parts).replace("_", " ").replace(SPACE, " "))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
