@@ -105,7 +105,8 @@ def measure_decode(
 ) -> list[dict[str, Any]]:
     """A row for each case and width; prints them."""
     rows: list[dict[str, Any]] = []
-    for case, width in itertools.product(cases, options.widths):
+    widths: list[int] = options.widths
+    for case, width in itertools.product(cases, widths):
         if case.batch > max_rows(width, case.batch):
             continue
         bench.scheduler.widths = WidthPolicy((width,))
@@ -132,11 +133,13 @@ def measure_prefill(
     """
     engine, graphs, speed = bench.engine, bench.chunk_graphs(), product_speed()
     rows: list[dict[str, Any]] = []
-    asked = itertools.product(cases, options.tokens, options.new)
-    for (batch, _, sampling), num_tokens, new in asked:
+    lengths: list[int] = options.tokens
+    news: list[int] = options.new
+    keeps: list[int] = options.snapshots
+    for (batch, _, sampling), num_tokens, new in itertools.product(cases, lengths, news):
         draws = Case(batch, num_tokens, sampling).draws(1)
         turns = min(TURNS, (num_tokens - 1) // new) if new else 0
-        times = {way: list[float]() for way in itertools.product(graphs, options.snapshots)}
+        times = {way: list[float]() for way in itertools.product(graphs, keeps)}
         found: dict[tuple[str, int], tuple[str, int, int, int]] = {}
         for number, way in itertools.product(range(options.repeat + 2), times):
             bench.launch_chunks_by(graphs[way[0]])

@@ -137,7 +137,7 @@ class Bench:
         queues = DecodeQueues(engine.book, engine.config.engine, grain=engine.shape.grain)
         self.scheduler = DecodeScheduler(queues, frozenset())
         self.path = ""  # of the last step that was waited for
-        self.found = (0, 0)  # prompt tokens of the last batch: in the cache, not computed
+        self.found: tuple[int, int] = (0, 0)  # of the last batch's prompts: cached, not computed
         self._num_admitted = 0
         words = -(-engine.shape.vocab_size // 32)
         most = int(engine.config.engine.max_num_reqs)
