@@ -36,6 +36,7 @@ from benchmarks.output import ints, parser, shown, write
 from benchmarks.timing import product_speed, profile, read_bandwidth, told
 from worker.api import Sampling
 from worker.plan import Plan, max_rows
+from worker.schedule.width import WidthPolicy
 
 SHORT_OUTPUT = 8  # tokens of the shorter run
 TURNS = 3  # of a conversation, before the one whose --new tokens are timed
@@ -108,7 +109,7 @@ def measure_decode(
     for case, width in itertools.product(cases, widths):
         if case.batch > max_rows(width, case.batch):
             continue
-        bench.verify_with(width)
+        bench.scheduler.widths = WidthPolicy((width,))
         counted = min(SHORT_OUTPUT * width, options.output_len)
         times, distinct = step_times(bench, case, options), distinct_experts(bench, case, counted)
         mean_len = case.prompt_len + options.output_len / 2
@@ -116,10 +117,9 @@ def measure_decode(
         name = f"{case.batch} x {case.prompt_len}, {case.sampling}, windows of {width}"
         name += f", {distinct:.1f} experts" if distinct else ""
         about = {**case._asdict(), "width": width, "distinct_experts": distinct, "path": bench.path}
-        about["accept"] = options.accept
         floor *= options.accept == 1
         for kept, of in times.items():
-            about["snapshots"] = kept
+            about |= {"accept": options.accept, "snapshots": kept}
             rows.append(about | told(name + f", {kept} snapshots" * (kept >= 0), of, "ms", floor))
     return rows
 
@@ -132,16 +132,14 @@ def measure_prefill(
     The last two take turns: a GPU at the limit of its power is slower the longer it works.
     """
     engine, graphs, speed = bench.engine, bench.chunk_graphs(), product_speed()
+    rows: list[dict[str, Any]] = []
     lengths: list[int] = options.tokens
     news: list[int] = options.new
     keeps: list[int] = options.snapshots
-    rows: list[dict[str, Any]] = []
     for (batch, _, sampling), num_tokens, new in itertools.product(cases, lengths, news):
         draws = Case(batch, num_tokens, sampling).draws(1)
         turns = min(TURNS, (num_tokens - 1) // new) if new else 0
-        times: dict[tuple[str, int], list[float]] = {
-            way: [] for way in itertools.product(graphs, keeps)
-        }
+        times = {way: list[float]() for way in itertools.product(graphs, keeps)}
         found: dict[tuple[str, int], tuple[str, int, int, int]] = {}
         for number, way in itertools.product(range(options.repeat + 2), times):
             bench.launch_chunks_by(graphs[way[0]])
@@ -158,8 +156,7 @@ def measure_prefill(
             told_as = f"{batch} x {num_tokens}, {name}, {path}"
             if kept >= 0:
                 told_as += f", {new} new, {resumed} of {matched} resumed, {used} of {kept} kept"
-            num = num_tokens - resumed // batch
-            floor = prefill_floor_ms(engine, batch, num, bandwidth, speed)
+            floor = prefill_floor_ms(engine, batch, num_tokens - resumed // batch, bandwidth, speed)
             rows.append(about | told(told_as, of, "ms", floor))
     return rows
 

@@ -148,10 +148,9 @@ def main() -> None:
         parts |= {item.name: partial(step.run_one, item) for item in step.products}
         for name, run in parts.items():
             floor_us = step.num_bytes(name) / read_gb_s / 1e3
-            case = Case(
-                f"m={m}, {name}", {way: partial(run, x, ways[way]) for way in ways}, 1, floor_us
-            )
-            about["rows"] += [{"m": m, **row} for row in timed(case, options)]
+            runs = {way: partial(run, x, ways[way]) for way in ways}
+            rows = timed(Case(f"m={m}, {name}", runs, 1, floor_us), options)
+            about["rows"] += [{"m": m, **row} for row in rows]
         results = {way: step.run(x, multiply).double() for way, multiply in ways.items()}
         first, *others = results
         for way in others:  # relative, in the 2-norm

@@ -36,7 +36,6 @@ from worker.run.flight import MaskedStep, Step
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.queues import DecodeQueues
 from worker.schedule.req import Req
-from worker.schedule.width import WidthPolicy
 from worker.start.engine import Engine
 from worker.weights.base import Matrix
 
@@ -70,7 +69,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model-config", type=Path, required=True, help="a config.json")
     add("--load-format", default="dummy", choices=("dummy", "safetensors"))
-    add("--dtype", default="", help="default: as the config says; float32 on CPU")
+    add("--dtype", default="auto", help="auto: as the config says; float32 on CPU")
     add("--prompt-len", type=int, default=512)
     add("--output-len", type=int, default=128)
     add("--cached", action="store_true", help="prompts are computed once and found in the cache")
@@ -104,26 +103,22 @@ def build(
     with tempfile.TemporaryDirectory(prefix="kvlane-bench-") as folder:
         place = Path(folder)
         config = json.loads(options.model_config.read_text())
-        if options.weights:
-            config |= {"quantization_config": WEIGHTS[options.weights]}
+        config |= {"quantization_config": WEIGHTS[options.weights]} if options.weights else {}
         (place / "config.json").write_text(json.dumps(config))
         simulated = "simulate_accept_len" if options.accept >= 1 else "simulate_accept_share"
         spec: dict[str, Any] = {"widths": options.widths, simulated: options.accept}
         if options.drafter is not None:
             spec |= _drafter(options.drafter, place / "drafter")
-        page_size = options.page_size
+        page_size, kept = options.page_size, max(options.snapshots)
         per_req = options.output_len + 8 + 2 * max(options.widths) + 2 * page_size
         num_tokens = max_batch * per_req + (max_tokens or max_batch * options.prompt_len)
         model = {
-            "path": str(place), "load_format": options.load_format,
+            "path": str(place), "load_format": options.load_format, "dtype": options.dtype,
             "max_model_len": options.prompt_len + options.output_len + 8,
         }  # fmt: skip
-        if options.dtype:
-            model["dtype"] = options.dtype
         engine = {
             "max_num_reqs": max_batch, "penalty_rows": penalty_rows, "graph": _graph(options),
-            "prefix_cache": options.cached or max(options.snapshots) >= 0,
-            "max_prefill_tokens": options.chunk,
+            "prefix_cache": options.cached or kept >= 0, "max_prefill_tokens": options.chunk,
             "attention": options.attention, "growth_tokens": options.output_len,
             "num_pages": -(-num_tokens // page_size) + 2, "collective": options.collective,
         }  # fmt: skip
@@ -131,8 +126,7 @@ def build(
             "role": "decode", "model": model, "engine": engine, "spec": spec, "tp": options.tp,
             "kv": {"page_size": page_size, "dtype": options.kv_dtype},
         }  # fmt: skip
-        if (num := max(options.snapshots)) >= 0:
-            config["kv"]["snapshots"] = num
+        config["kv"] |= {"snapshots": kept} if kept >= 0 else {}
         return led_engine(WorkerConfig.model_validate(config))
 
 
@@ -149,9 +143,7 @@ def _graph(options: argparse.Namespace) -> str | dict[str, str]:
     if options.eager:
         return "eager"
     graphs = {"prefill" if options.phase == "decode" else "decode": "eager"}
-    if options.graph:
-        graphs[options.phase] = options.graph
-    return graphs
+    return graphs | ({options.phase: options.graph} if options.graph else {})
 
 
 class Bench:
@@ -162,8 +154,7 @@ class Bench:
         queues = DecodeQueues(engine.book, engine.config.engine, grain=engine.shape.grain)
         self.scheduler = DecodeScheduler(queues, frozenset())
         self.path = ""  # of the last step that was waited for
-        # Prompt tokens of the last batch that were in the cache, and that are not computed.
-        self.found: tuple[int, int] = (0, 0)
+        self.found: tuple[int, int] = (0, 0)  # of the last batch's prompts: cached, not computed
         self._num_admitted = 0
         words = -(-engine.shape.vocab_size // 32)
         most = int(engine.config.engine.max_num_reqs)
@@ -193,8 +184,7 @@ class Bench:
     ) -> float:
         """Seconds from the first launch until each of `batch` requests has its last token.
 
-        As a decode worker does, step n + 1 is launched before step n is settled.
-        `watch` is called after each step is settled.
+        Step n + 1 is launched before step n is settled, after which `watch` is called.
         """
         scheduler, engine = self.scheduler, self.engine
         reqs = self.admit(batch, prompt_len, sampling, seed)
@@ -222,10 +212,6 @@ class Bench:
         assert all(len(req.tokens) == prompt_len + sampling.max_tokens for req in reqs)
         return took_s
 
-    def verify_with(self, width: int) -> None:
-        """From now on a step's windows are so wide."""
-        self.scheduler.widths = WidthPolicy((width,))
-
     def keep_snapshots(self, num: int) -> None:
         """From now on so many, and the cache is empty; below 0 nothing changes."""
         book = self.engine.book
@@ -250,8 +236,7 @@ class Bench:
 def expert_steps(engine: Engine) -> tuple[int, int]:
     """(experts that had tokens, summed over steps and layers; steps of all layers) until now."""
     loads = [each.load[1] for each in engine.runner.loaded.model.experts]
-    totals = [(int(load[:-1].sum()), int(load[-1])) for load in loads]
-    return sum(total[0] for total in totals), sum(total[1] for total in totals)
+    return sum(int(load[:-1].sum()) for load in loads), sum(int(load[-1]) for load in loads)
 
 
 def decode_floor_ms(

@@ -13,10 +13,8 @@ PACKAGES = ("torch", "triton", "flashinfer-python", "ray", "mooncake-transfer-en
 
 def described(description: str | None) -> argparse.ArgumentParser:
     """A parser that shows a module's docstring as it stands."""
-    as_it_stands = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(
-        description=description, allow_abbrev=False, formatter_class=as_it_stands
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, allow_abbrev=False, formatter_class=raw)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

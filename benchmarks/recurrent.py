@@ -49,10 +49,8 @@ class Net:
         self.pool = KVPool(layout, 2, torch.device(DEVICE), (num_rows + 1, 0))
         self.states = delta_states(self.pool.states, shape, num_rows, max_width)
         ones = torch.ones(shape.value_heads, device=DEVICE)
-        conv = 0.5 * self.noise(shape.channels, 4)
-        self.weights = DeltaWeights(
-            conv, ones.uniform_(0.01, 4).log(), ones.clone(), self.noise(shape.value_dim), 1e-6
-        )
+        conv, norm = 0.5 * self.noise(shape.channels, 4), self.noise(shape.value_dim)
+        self.weights = DeltaWeights(conv, ones.uniform_(0.01, 4).log(), ones.clone(), norm, 1e-6)
 
     def noise(self, *sizes: int) -> Tensor:
         return torch.randn(sizes, device=DEVICE).to(self.dtype)
@@ -81,9 +79,7 @@ class Net:
         chunks = StateChunks(start, start[1:], slots, none, none, blocks)
         packed = self.noise(num_tokens, self.shape.packed_width)
         out = packed.new_empty(num_tokens, self.shape.value_width)
-        return lambda: [
-            delta_chunk(packed, self.weights, state, chunks, out) for state in self.states
-        ]
+        return lambda: [delta_chunk(packed, self.weights, s, chunks, out) for s in self.states]
 
 
 def main() -> None:

@@ -92,7 +92,7 @@ class Worker:
             "holds": book.num_holds,
             "reserved_pages": book.num_reserved,
             "private_pages": book.num_private,
-            "promised_snapshots": book.snapshots.num_promised,
+            "promised_snapshots": book.snapshots.num_used - len(book.snapshots.nodes),
             **self.loop.counters(),
         }
 

@@ -42,11 +42,11 @@ def check_snapshots(book: PageBook, holds: Iterable[Hold]) -> None:
     """A slot of snapshots is free, promised to an open hold, or a node's, on the grid."""
     snapshots = book.snapshots
     kept = [node for node in nodes_of(book.tree.root) if node.state]
-    assert set(kept) == set(snapshots._nodes)
+    assert set(kept) == set(snapshots.nodes)
     assert not any(node.depth * book.page_size % snapshots.grid for node in kept)
     promised = [slot for hold in holds for slot in hold.snapshots.values()]
     promised += [hold.row_snapshot for hold in holds if hold.row_snapshot]
-    assert snapshots.num_promised == len(promised)
+    assert snapshots.num_used - len(snapshots.nodes) == len(promised)
     slots = snapshots._free + [node.state for node in kept] + promised
     assert snapshots._num_rows == sum(hold.row_snapshot > 0 for hold in holds)
     first = book.num_slots + 1

@@ -193,8 +193,10 @@ class Lockstep:
 
     def _held(self) -> int:
         books = [engine.book for engine in self.engines.values()]
-        held = sum(each.num_holds + each.num_reserved for each in books)
-        held += sum(each.snapshots.num_promised for each in books)
+        for each in books:
+            promised = each.snapshots.num_used - len(each.snapshots.nodes)
+            assert each.num_holds or not each.num_reserved + promised, "lost: nobody gives it back"
+        held = sum(each.num_holds for each in books)
         return held + sum(sum(loop.counters().values()) for loop in self.loops.values())
 
     def _message(self, number: int) -> api.Generate:

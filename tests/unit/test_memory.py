@@ -123,6 +123,17 @@ def test_one_process_at_a_time_is_inside(end: str) -> None:
     assert second.exitcode == 0
 
 
+@pytest.mark.parametrize(("rows", "num"), [(4, 17), (64, 32)])
+def test_snapshots_are_an_eighth_of_the_pool_or_half_of_the_rows(rows: int, num: int) -> None:
+    """However few requests run at a time; pages give way to them."""
+    engine = {"device": "cpu", "max_num_reqs": rows, "threads": 1, "cpu_pool_bytes": 8 << 20}
+    config = worker_config("decode", {"model": {"path": "tiny-hybrid"}, "engine": engine})
+    made = build_engine(config, Place("decode-0", "1", "127.0.0.1"))
+    assert made.book.snapshots.num_slots == num
+    assert 7 << 20 < sum(region.num_bytes for region in made.pool.memory()) <= 8 << 20
+    made.close()
+
+
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_the_largest_steps_touch_nothing_but_the_sink(role: str) -> None:
     """They size a GPU's pool; here on the CPU, by the same code."""

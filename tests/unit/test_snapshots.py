@@ -180,7 +180,7 @@ class Prompts:
             if node.state:
                 assert self.states[node.state] == prefix
         if self.exact:
-            used = [path_of(node) for node in self.book.snapshots._nodes]
+            used = [path_of(node) for node in self.book.snapshots.nodes]
             assert used == self.naive.kept
         free = self.book.snapshots.num_slots - self.book.snapshots.num_used
         self.counts["full"] += not free
@@ -332,9 +332,9 @@ class Decoding:
     def finish(self, req: Req) -> None:
         self.texts.append(tuple(req.tokens))
         self.counts["left"] += req.hold is not None and bool(req.hold.row_snapshot)
-        before = len(self.book.snapshots._nodes)
+        before = len(self.book.snapshots.nodes)
         self.queues.finish(req)
-        self.counts["donated"] += len(self.book.snapshots._nodes) > before
+        self.counts["donated"] += len(self.book.snapshots.nodes) > before
         self.reqs.remove(req)
 
     def execute(self, plan: Plan) -> list[Drawn]:

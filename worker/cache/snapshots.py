@@ -33,7 +33,7 @@ class Snapshots:
         assert grid % page_size == 0
         self.grid, self.num_slots, self._page_size = grid, len(slots), page_size
         self._free = [*slots]
-        self._nodes: dict[Node, None] = {}  # that have one; least recently used first
+        self.nodes: dict[Node, None] = {}  # that have one; least recently used first
         self.num_resumed = 0  # requests
         self._num_rows = 0  # that have a slot
         self.copies: dict[int, int] = {}  # by the slot that is written: the one that is read
@@ -42,13 +42,8 @@ class Snapshots:
 
     @property
     def num_used(self) -> int:
-        """Slots that are not free."""
+        """Slots that are not free: of `nodes`, or promised to a Hold."""
         return self.num_slots - len(self._free)
-
-    @property
-    def num_promised(self) -> int:
-        """Of these, slots that no node has: a Hold's."""
-        return self.num_used - len(self._nodes)
 
     def resumable(self, hold: Hold, max_tokens: int) -> int:
         """Tokens of what `hold` has matched that need not be computed; `max_tokens` at most.
@@ -65,7 +60,7 @@ class Snapshots:
         node = self._deepest(hold, max_tokens) if hold.slot else None
         if node is not None:
             self.copies[hold.slot] = node.state
-            self._nodes[node] = self._nodes.pop(node, None)  # the last now
+            self.nodes[node] = self.nodes.pop(node, None)  # the last now
             self.num_resumed += 1
         return self.resumable(hold, max_tokens)
 
@@ -139,14 +134,14 @@ class Snapshots:
                 node.state = slot
                 for above in superseded(node):
                     self.drop(above)
-            self._nodes[node] = self._nodes.pop(node, None)  # the last now
+            self.nodes[node] = self.nodes.pop(node, None)  # the last now
 
     def drop(self, node: Node) -> None:
         """Free the snapshot of a node, if it has one."""
         if node.state:
             self._free.append(node.state)
             node.state = 0
-            del self._nodes[node]
+            del self.nodes[node]
 
     def close(self, hold: Hold) -> None:
         """Free what a hold has, and copy nothing to its slot any more."""
@@ -169,8 +164,8 @@ class Snapshots:
 
     def _take(self) -> int:
         """A slot, of the snapshot that was used least recently if none is free; 0: there is none"""
-        if not self._free and self._nodes:
-            self.drop(next(iter(self._nodes)))
+        if not self._free and self.nodes:
+            self.drop(next(iter(self.nodes)))
         return self._free.pop() if self._free else 0
 
 

@@ -132,7 +132,8 @@ class KVConfig(Section):
     where that pays."""
     snapshots: Auto | NonNegativeInt = "auto"
     """Where layers are recurrent, states of prefixes that are kept, from which prompts that begin
-    alike go on; 0: none, prompts are computed whole. auto: half of engine.state_slots."""
+    alike go on; 0: none, prompts are computed whole. auto: what an eighth of the pool's memory
+    holds, half of engine.state_slots at least."""
 
 
 class TransportConfig(Section):

@@ -246,7 +246,9 @@ def _metrics(
         metrics.slots("free").set_function(lambda: book.num_free_slots)
         metrics.slots("used").set_function(lambda: book.num_slots - book.num_free_slots)
         metrics.slots("snapshot").set_function(lambda: book.snapshots.num_used)
-        metrics.slots("promised").set_function(lambda: book.snapshots.num_promised)
+        metrics.slots("promised").set_function(
+            lambda: book.snapshots.num_used - len(book.snapshots.nodes)
+        )
     for check in checks:
         for path, took_ms in (("graph", check.graph_ms), ("eager", check.eager_ms)):
             metrics.bucket_seconds(check.kind, check.name, path).set(took_ms / 1e3)

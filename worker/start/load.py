@@ -102,15 +102,14 @@ def load(start: Start, kept: Kept | None = None) -> Loaded:
             weights.model.tap((), 0)  # drop that run's taps
         ended_at["largest steps"] = time.monotonic()
         slots = num_slots(config, layout)
-        snapshots = num_snapshots(config, layout, slots)
-        all_slots = slots + snapshots
-        slot_bytes = 0 if layout.state is None else all_slots * layout.state.slot_bytes
-        pages = num_pages(config, layout, memory, reserve_bytes + slot_bytes)
+        pages, _ = num_pages(config, layout, memory, reserve_bytes, slots)
+        snapshots = num_snapshots(config, layout, slots, rank_group.minimum(pages))
+        pages, why = num_pages(config, layout, memory, reserve_bytes, slots + snapshots)
         pages = rank_group.minimum(pages)
         config = fit(config, start.configured_len, pages)
         with explain_shortage("allocating the KV pool and the graphs"):
             pool = KVPool(layout, pages, device, (slots, snapshots)) if kept is None else kept.pool
-            log.info("KV pool: %s; %s", holds(config, pages, slots, snapshots), layout.describe())
+            log.info("KV pool: %s; %s; %s", holds(config, pool), layout.describe(), why)
             ended_at["pool"] = time.monotonic()
             with memory.taking(reserve_bytes):
                 graphs = build_graphs(_assemble(config, pool, *models))
@@ -248,8 +247,10 @@ def run_largest_steps(
     return graphs
 
 
-def holds(config: WorkerConfig, pages: int, slots: int, snapshots: int = 0) -> str:
+def holds(config: WorkerConfig, pool: KVPool) -> str:
     """The tokens and requests that a pool holds, in words; page 0 and slot 0 are nobody's."""
-    longest, tokens = int(config.model.max_model_len), (pages - 1) * int(config.kv.page_size)
+    longest = int(config.model.max_model_len)
+    tokens = (pool.num_pages - 1) * int(config.kv.page_size)
     size = f"{tokens:,} tokens, {tokens // longest:,} requests of {longest:,}"
-    return size + (f", {slots - 1:,} states, {snapshots:,} snapshots" if slots else "")
+    states = f", {pool.num_slots - 1:,} states, {pool.num_snapshots:,} snapshots"
+    return size + states * (pool.num_slots > 0)

@@ -24,6 +24,7 @@ log = logging.getLogger("kvlane.memory")
 GIB = 1 << 30
 ROW_TOKENS = 1024  # of KV that engine.max_num_reqs = auto grants a request
 FEW_PENALTY_ROWS = 16  # engine.penalty_rows = auto, where penalties are rare
+SNAPSHOT_SHARE = 8  # one part in so many of the memory of pages and snapshots, for kv.snapshots
 POLL_S = 0.1
 LOG_EVERY_S = 10.0
 # Longest wait for a killed worker's memory. Its peers first have to notice (up to 3 s of missed
@@ -155,9 +156,7 @@ class CudaMemory(DeviceMemory):
         self, config: WorkerConfig, page_bytes: int, reserve_bytes: int
     ) -> tuple[int, str]:
         share = self._share(reserve_bytes)
-        pages = share.for_pool() // page_bytes
-        log.info("%d KV pages of %d bytes: %s", max(0, pages), page_bytes, share.why)
-        return pages, share.why
+        return share.for_pool() // page_bytes, share.why
 
     @contextmanager
     def taking(self, num_bytes: int) -> Iterator[None]:
@@ -269,12 +268,18 @@ def num_slots(config: WorkerConfig, layout: KVLayout) -> int:
     return 1 + int(config.engine.max_num_reqs if slots == "auto" else slots)
 
 
-def num_snapshots(config: WorkerConfig, layout: KVLayout, slots: int) -> int:
-    """Slots of snapshots behind `slots` of requests, the sink included."""
-    if not slots or not config.engine.prefix_cache:
+def num_snapshots(config: WorkerConfig, layout: KVLayout, slots: int, pages: int) -> int:
+    """Slots of snapshots behind `slots` of requests, the sink included.
+
+    pages: that there would be without snapshots. More conversations are kept than run at a time, as
+    agents wait for their tools: how many, the memory says, and not the rows.
+    """
+    if layout.state is None or not config.engine.prefix_cache:
         return 0
-    snapshots = config.kv.snapshots
-    return slots // 2 if snapshots == "auto" else snapshots
+    if config.kv.snapshots != "auto":
+        return config.kv.snapshots
+    share = pages * layout.page_bytes // SNAPSHOT_SHARE
+    return max(slots // 2, share // layout.state.slot_bytes)
 
 
 def reqs_held(config: WorkerConfig, num_bytes: int, layout: KVLayout) -> int:
@@ -284,29 +289,30 @@ def reqs_held(config: WorkerConfig, num_bytes: int, layout: KVLayout) -> int:
     """
     num_tokens = min(ROW_TOKENS, int(config.model.max_model_len))
     row_bytes = -(-num_tokens // int(config.kv.page_size)) * layout.page_bytes
-    if layout.state is not None:  # and of as many snapshots as auto makes
+    if layout.state is not None:  # and of half as many snapshots, as auto makes at least
         row_bytes += layout.state.slot_bytes * 3 // 2
     held = num_bytes // row_bytes // 16 * 16  # as sizes of large decode graphs are
     return max(MIN_AUTO_REQS, min(MAX_AUTO_REQS, held))
 
 
 def num_pages(
-    config: WorkerConfig, layout: KVLayout, memory: DeviceMemory, reserve_bytes: int
-) -> int:
+    config: WorkerConfig, layout: KVLayout, memory: DeviceMemory, reserve_bytes: int, slots: int
+) -> tuple[int, str]:
     """Number of pages of the pool, page 0 (written by padding) included, beside loaded weights.
 
-    reserve_bytes: of steps, graphs and slots of state beside them. Raises UserError, with
-    the numbers, if the worker's share is not free, or too small for a single page.
+    reserve_bytes: of steps and graphs; slots: of states, beside them. With the figures behind it.
+    Raises UserError, with them, if the worker's share is not free, or too small for a single page.
     """
     if config.engine.num_pages != "auto":
-        return int(config.engine.num_pages)
-    pages, why = memory.pool_pages(config, layout.page_bytes, reserve_bytes)
+        return int(config.engine.num_pages), "engine.num_pages"
+    beside = reserve_bytes + (0 if layout.state is None else slots * layout.state.slot_bytes)
+    pages, why = memory.pool_pages(config, layout.page_bytes, beside)
     if pages < 2:
         raise UserError(
             f"engine.num_pages: no room for a single page of {layout.page_bytes} bytes: {why}",
             "engine.num_pages",
         )
-    return int(pages)
+    return int(pages), why
 
 
 @contextmanager
