@@ -13,8 +13,9 @@ from benchmarks.train import words
 from benchmarks.train.arithmetic import Inexact, evaluate, worked
 from benchmarks.train.chats import Chat, Turn, draw_system
 from benchmarks.train.templates import sentence
+from benchmarks.train.tools import call_turn, calls_text, result_turn, system_text
 
-SHARES = {"sum": 0.72, "json": 0.16, "tool": 0.12}  # of the chats of this module
+SHARES = {"sum": 0.72, "json": 0.15, "tool": 0.13}  # of the chats of this module
 INVENTED_SHARE = 0.35  # of the names and things: they teach the model to copy
 CARELESS_SHARE = 0.06  # of the questions: no capitals, no sign at the end
 FILLED_SHARE = 0.1  # of the questions: a sentence that does not count
@@ -212,23 +213,24 @@ def _pairs_turn(rng: random.Random, slots: dict[str, str]) -> Turn:
 
 def _tool_chat(rng: random.Random) -> Chat:
     """A chat with one to three tools, a call of one, and often what it gave."""
-    wanted, ask, arguments = _tool(rng)
-    tools = [wanted, *(_tool(rng)[0] for _ in range(rng.choice((0, 0, 1, 2))))]
+    wanted, ask, arguments = draw_request(rng)
+    named = {
+        tool["name"]: tool
+        for tool in (draw_request(rng)[0] for _ in range(rng.choice((0, 0, 1, 2))))
+    }
+    tools = list((named | {wanted["name"]: wanted}).values())
     rng.shuffle(tools)
-    listed = "".join(json.dumps(tool) + "\n" for tool in tools)
-    form = '{"name": ..., "arguments": {...}}'
-    system = f"<tools>\n{listed}</tools>\nTo call: <tool_call>\n{form}\n</tool_call>"
+    system = system_text(tools)
     if told := draw_system(rng):
         system = f"{told}\n\n{system}"
-    called = json.dumps({"name": wanted["name"], "arguments": arguments})
-    turns = [Turn(ask, f"<tool_call>\n{called}\n</tool_call>")]
+    turns = [call_turn(ask, wanted, arguments)]
     if rng.random() < 0.5:
         value = str(rng.randint(1, 999)) if rng.random() < 0.6 else _slots(rng)["N"]
-        turns.append(Turn(f"<tool_response>\n{value}\n</tool_response>", f"The answer is {value}."))
-    return Chat(system, turns)
+        turns.append(result_turn(value, f"The answer is {value}."))
+    return Chat(system, turns, calls_text(tools))
 
 
-def _tool(rng: random.Random) -> tuple[dict[str, Any], str, dict[str, Any]]:
+def draw_request(rng: random.Random) -> tuple[dict[str, Any], str, dict[str, Any]]:
     """A function as chats describe it, a request that needs it, and the call's arguments."""
     if rng.random() < 0.3:
         op = rng.choice(list(words.read("sums")["ops"]))
@@ -245,7 +247,7 @@ def _tool(rng: random.Random) -> tuple[dict[str, Any], str, dict[str, Any]]:
             if len(drawn.work) == len(found) == 1:
                 ask = drawn.question
                 arguments = dict(zip(keys, map(int, found[0]), strict=True))
-        return _described(rng, name, about, dict.fromkeys(keys, "integer")), ask, arguments
+        return described_tool(rng, name, about, dict.fromkeys(keys, "integer")), ask, arguments
     known, slots, parts = bank(), _slots(rng), words.read("sums")["parts"]
     polite, others = words.read("sums")["others"]["polite"], words.read("sums")["keys"]
     verb, noun = rng.choice(known["verbs"]), rng.choice(known["nouns"])
@@ -272,11 +274,14 @@ def _tool(rng: random.Random) -> tuple[dict[str, Any], str, dict[str, Any]]:
         ask = f"{rng.choice(polite)}{verb} {rng.choice(('the', 'a', 'my'))} {noun} {phrases}."
     types = {renamed[key]: parts[key][0] for key in chosen}
     about = f"{verb.capitalize()} {rng.choice(('the', 'a'))} {noun}{rng.choice(('', '.'))}"
-    made = _described(rng, f"{verb}_{noun}", about, types)
+    made = described_tool(rng, f"{verb}_{noun}", about, types)
     return made, sentence(ask), {renamed[key]: values[key] for key in chosen}
 
 
-def _described(rng: random.Random, name: str, about: str, types: dict[str, str]) -> dict[str, Any]:
+def described_tool(
+    rng: random.Random, name: str, about: str, types: dict[str, str]
+) -> dict[str, Any]:
+    """A function as chats describe it."""
     properties = {key: {"type": kind} for key, kind in types.items()}
     if rng.random() < 0.2:
         properties = {key: entry | {"title": key.title()} for key, entry in properties.items()}

@@ -10,6 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from benchmarks.train import chats
+from benchmarks.train.agents import agent_chat
+from benchmarks.train.sums import newcomer_chat
 from benchmarks.train.tokenizer import CHAT_TEMPLATE
 from router.text.template import ChatTemplate
 from tests.support.engines import running
@@ -57,9 +59,33 @@ def test_the_chat_template_renders_the_training_text():
         assert rendered == f"<|im_start|>user\n{said}<|im_end|>\n"
 
 
+def test_chats_of_agents_are_as_the_chat_template_renders_them():
+    template, rng = ChatTemplate(CHAT_TEMPLATE, {}), random.Random(5)
+    for chat in [
+        made(rng) for _ in range(20) for made in (lambda r: agent_chat(r, 300), newcomer_chat)
+    ]:
+        told, tools = chat.system or "", []
+        if chat.calls:
+            told, _, listed = told.rpartition("<tools>\n")
+            lines = listed.partition("\n</tools>")[0].splitlines()
+            tools = [{"type": "function", "function": json.loads(line)} for line in lines]
+        messages = [{"role": "system", "content": told.removesuffix("\n\n")}] if told else []
+        for user, answer in chat.turns:
+            result = re.fullmatch(r"<tool_response>\n(.*)\n</tool_response>", user, re.DOTALL)
+            role, content = ("tool", result[1]) if result else ("user", user)
+            messages.append({"role": role, "content": content})
+            called = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", answer)
+            calls = {"tool_calls": [{"function": json.loads(called[1])}]} if called else {}
+            messages.append({"role": "assistant", "content": None if calls else answer, **calls})
+        text = "".join(chat.segments()[:-1])
+        assert template.render(messages[:-1], tools=tools) == text
+
+
 @pytest.mark.parametrize("told", [False, True])
 def test_the_chat_template_presents_tools_calls_and_results(told):
-    function = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+    numbers = {"a": {"type": "integer"}, "b": {}, "c": {"enum": ["x"]}}
+    schema = {"type": "object", "properties": numbers, "required": ["a", "b", "c", "d"]}
+    function = {"name": "add", "parameters": schema}
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     messages: list[dict[str, Any]] = [{"role": "system", "content": "Be good."}] if told else []
     messages += [
@@ -74,8 +100,10 @@ def test_the_chat_template_presents_tools_calls_and_results(told):
     assert json.loads(head.partition("<tools>\n")[2].partition("\n</tools>")[0]) == function
     assert head.startswith("system\nBe good.\n\n<tools>" if told else "system\n<tools>")
     called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    blank = '{"a": 0, "b": "...", "c": "x", "d": "..."}'
     assert turns == [
         "user\nhi<|im_end|>\n",
+        f'tools\n{{"name": "add", "arguments": {blank}}}\n<|im_end|>\n',
         f"assistant\n{called}\n{called}<|im_end|>\n",
         "user\n<tool_response>\n7\n</tool_response><|im_end|>\n",
         f"assistant\nSo.\n{called}<|im_end|>\n",
