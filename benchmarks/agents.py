@@ -18,8 +18,8 @@ from benchmarks.train.chats import TURN_END
 
 SEED = 1 << 41
 TOKENS_OF_ALL = 120_000  # about, of the chats of one length
-MOST, LEAST = 40, 4  # chats of one length
-NUM_FORMS = 40
+MOST, LEAST = 24, 4  # chats of one length
+NUM_FORMS = 24
 MAX_NEW_TOKENS = 160
 CALLED = "<tool_call>"
 

@@ -6,8 +6,8 @@
 
 Writes weights and configs (for the model the tokenizer, too, unless there is one) to the output
 folder, and prints the figures for its README. What a drafter yields is told by
-`benchmarks.accuracy --url --trace` when it is served. The text is a function of --seed. The weights also depend on the machine, since the
-order of sums is not fixed.
+`benchmarks.accuracy --url --trace` when it is served. The text is a function of --seed. The weights
+also depend on the machine, since the order of sums is not fixed.
 """
 
 import argparse

@@ -17,6 +17,7 @@ from benchmarks.train.tools import RESULT, call_turn, calls_text, result_turn, s
 from benchmarks.train.words import invented_word
 
 CHARS = 1.85  # of a token of instructions
+MANY = 1500  # characters from which there is more than one question
 WORKED = re.compile(r"^[^:\n]*: (\d+) ([-+*/]) (\d+)", re.MULTILINE)
 TYPES = ("string", "string", "string", "string", "integer", "boolean", "array", "object", "number")
 
@@ -44,7 +45,8 @@ def agent_chat(rng: random.Random, num_tokens: int) -> Chat:
         return Chat(text, [Turn(user, turn.assistant)])
     tools = _tools(rng, budget * rng.uniform(0.1, 0.6))
     if kind < 0.65:
-        turns = [turn for _ in range(rng.choice((1, 1, 2, 3))) for turn in _by_shell(rng, tools)]
+        num = rng.choice((1, 1, 2, 3)) if budget > MANY else 1
+        turns = [turn for _ in range(num) for turn in _by_shell(rng, tools)]
     elif kind < 0.76:
         turns = _by_request(rng, tools)
     elif kind < 0.84:
@@ -180,7 +182,7 @@ def _is_answer(tool: Tool) -> bool:
 def _tools(rng: random.Random, chars: float) -> list[Tool]:
     """Tools of about so many characters, of different names."""
     made = dict[str, Tool]()
-    verbosity = rng.choice((0, 40, 200, 800, 2500))
+    verbosity = min(rng.choice((0, 40, 200, 800, 2500)), int(chars / 4))
     most = rng.choice((1, 2, 4, 8, 16, 30, 40))
     while len(made) < most and (not made or chars > 0):
         kind = rng.random()
@@ -200,7 +202,7 @@ def _tools(rng: random.Random, chars: float) -> list[Tool]:
 def _tool(rng: random.Random, verbosity: int = 100) -> Tool:
     known = bank()
     properties = dict[str, Tool]()
-    for _ in range(rng.randint(0, 6)):
+    for _ in range(rng.randint(0, 6 if verbosity > 30 else 3)):
         key = invented_word(rng) if rng.random() < 0.2 else rng.choice(known["keys"])
         if rng.random() < 0.25:
             key = f"{key}_{rng.choice(known['nouns'])}"
@@ -210,7 +212,7 @@ def _tool(rng: random.Random, verbosity: int = 100) -> Tool:
             entry["items"] = {"type": rng.choice(("string", "object"))}
         if kind == "string" and rng.random() < 0.12:
             entry["enum"] = list(dict.fromkeys(rng.choices(known["common"], k=rng.randint(2, 5))))
-        if rng.random() < 0.7:
+        if rng.random() < 0.7 and verbosity > 30:
             entry["description"] = prose(rng, rng.randint(10, 40 + verbosity // 8))
         properties[key] = entry
     required = [key for key in properties if rng.random() < 0.5][:4]
@@ -326,10 +328,8 @@ def _block(rng: random.Random, chars: int) -> str:
         tag = rng.choice(known["tags"])
         return f"<{tag}>\n{prose(rng, chars)}\n</{tag}>"
     if kind < 0.98:
-        return "\n".join(
-            f"{rng.choice(known['keys'])}: /{'/'.join(rng.choices(known['code'], k=3))}.{rng.randint(0, 999)}"
-            for _ in range(1 + chars // 40)
-        )
+        paths = ("/".join(rng.choices(known["code"], k=3)) for _ in range(1 + chars // 40))
+        return "\n".join(f"{rng.choice(known['keys'])}: /{path}.{chars}" for path in paths)
     form = {"name": invented_word(rng), "arguments": {rng.choice(known["keys"]): prose(rng, 20)}}
     return f"{prose(rng, 40)} <tool_call>{json.dumps(form)}</tool_call>"
 

@@ -151,7 +151,7 @@ def _encode(tokenizer: Tokenizer, rng: random.Random) -> tuple[Tensor, int]:
     while True:
         kind = rng.random()
         if kind < AGENT_SHARE:
-            chat = agent_chat(rng, rng.randint(100, 400))
+            chat = agent_chat(rng, rng.randint(30, 200))
         else:
             chat = long_chat(rng) if kind < AGENT_SHARE + LONG_SHARE else short_chat(rng)
         *prompt, answer = tokenizer.encode_batch(chat.segments())

@@ -67,14 +67,21 @@ class ChatBatches(Dataset):
         return LONG_ROW if index % LONG_EVERY == LONG_EVERY - 1 else SHORT_ROW
 
     def _row(self, rng: random.Random, length: int) -> tuple[list[int], list[int]]:
-        """Chats one after the other from position 0 on, the last one cut off at `length`."""
+        """Chats one after the other from position 0 on, the last one cut off at `length`.
+
+        Of an agent's chat the end is what counts: one that does not fit is left out.
+        """
         ids: list[int] = []
         labels: list[int] = []
         while len(ids) < length:
-            kind = rng.random()
-            if length > LONG_ROW and self.reach > LONG_ROW and kind < AGENT_SHARE:
-                chat = agent_chat(rng, rng.randint(100, 600))
-            elif self.newcomers and rng.random() < FORM_SHARE:
+            may_act = length > LONG_ROW and self.reach > LONG_ROW
+            if may_act and rng.random() < AGENT_SHARE:
+                more, told = self._encoded(agent_chat(rng, rng.randint(50, 400)))
+                if len(ids) + len(more) <= length:
+                    ids += more
+                    labels += told
+                continue
+            if self.newcomers and rng.random() < FORM_SHARE:
                 chat = form_chat(rng)
             elif rng.random() < self.newcomers:
                 chat = newcomer_chat(rng)
