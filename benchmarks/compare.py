@@ -28,7 +28,8 @@ from benchmarks.output import parser, write
 SIDES = ("before", "after")
 # What tells rows apart, where both checkouts write it.
 FIELDS = (
-    "batch", "prompt_len", "tokens", "sampling", "width", "accept", "launch", "path", "figure",
+    "batch", "prompt_len", "tokens", "sampling", "width", "accept", "launch", "path", "new",
+    "snapshots", "figure",
 )  # fmt: skip
 RESAMPLES = 10_000
 

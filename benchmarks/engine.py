@@ -38,6 +38,7 @@ from worker.api import Sampling
 from worker.plan import Plan, max_rows
 
 SHORT_OUTPUT = 8  # tokens of the shorter run
+TURNS = 3  # that a prompt with --new tokens has before its last one
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.1}
 BIAS = tuple((token, 1.0) for token in range(20))
 MASK = {"grammar": "its masks are handed in"}
@@ -68,17 +69,19 @@ class Case(NamedTuple):
         return Sampling(num_tokens, ignore_eos=True, seed=seed, **SAMPLINGS[self.sampling])
 
 
-def step_times(bench: Bench, case: Case, options: argparse.Namespace) -> list[float]:
-    """Milliseconds a step, one figure a repetition."""
-    lengths, times = (SHORT_OUTPUT, options.output_len), []
-    for number in range(options.repeat + 1):
-        seed = 0 if options.cached else number
-        short_s, long_s = (
-            bench.generate(case.batch, case.prompt_len, case.draws(length, number), seed)
-            for length in lengths
-        )
-        times.append(1e3 * (long_s - short_s) / (lengths[1] - lengths[0]))
-    return times[1:]  # the first one warms up
+def step_times(bench: Bench, case: Case, options: argparse.Namespace) -> dict[int, list[float]]:
+    """Milliseconds a step, one figure a repetition, by number of snapshots."""
+    lengths = SHORT_OUTPUT, options.output_len
+    times: dict[int, list[float]] = {kept: [] for kept in options.snapshots or [-1]}
+    for number, kept in itertools.product(range(options.repeat + 1), times):
+        seed, took = 0 if options.cached else number, list[float]()
+        for length in lengths:
+            if options.snapshots:
+                bench.keep_snapshots(kept)
+            draws = case.draws(length, number)
+            took.append(bench.generate(case.batch, case.prompt_len, draws, seed))
+        times[kept] += [1e3 * (took[1] - took[0]) / (lengths[1] - lengths[0])] * (number > 0)
+    return times  # the first ones warm up
 
 
 def distinct_experts(bench: Bench, case: Case, num_tokens: int) -> float:
@@ -115,34 +118,50 @@ def measure_decode(
         name += f", {distinct:.1f} experts" if distinct else ""
         about = {**case._asdict(), "width": width, "distinct_experts": distinct, "path": bench.path}
         about["accept"] = options.accept
-        rows.append(about | told(name, times, "ms", floor if options.accept == 1 else 0.0))
+        floor *= options.accept == 1
+        for kept, of in times.items():
+            about["snapshots"] = kept
+            rows.append(about | told(name + f", {kept} snapshots" * (kept >= 0), of, "ms", floor))
     return rows
 
 
 def measure_prefill(
     bench: Bench, cases: list[Case], options: argparse.Namespace, bandwidth: float
 ) -> list[dict[str, Any]]:
-    """A row for each batch, number of tokens and graph; prints them.
+    """A row for each batch, number of tokens, of new ones, graph and number of snapshots; prints
+    them.
 
-    The graphs take turns: a GPU at the limit of its power is slower the longer it works.
+    The last two take turns: a GPU at the limit of its power is slower the longer it works.
     """
     engine, lengths = bench.engine, [int(num) for num in options.tokens]
     graphs = bench.chunk_graphs()
     speed = product_speed()
     rows: list[dict[str, Any]] = []
-    for (batch, _, sampling), num_tokens in itertools.product(cases, lengths):
+    ways = list(itertools.product(graphs, options.snapshots or [-1]))
+    for (batch, _, sampling), num_tokens, new in itertools.product(cases, lengths, options.new):
         case = Case(batch, num_tokens, sampling)
-        times: dict[str, list[float]] = {name: [] for name in graphs}
-        paths: dict[str, str] = {}
-        for number, name in itertools.product(range(options.repeat + 2), graphs):
-            bench.launch_chunks_by(graphs[name])
+        times: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
+        seen: dict[tuple[str, int], dict[str, Any]] = {}
+        for number, way in itertools.product(range(options.repeat + 2), ways):
+            bench.launch_chunks_by(graphs[way[0]])
+            if options.snapshots:
+                bench.keep_snapshots(way[1])
+            for num in (num_tokens - turn * new for turn in range(TURNS, 0, -1)):
+                if 0 < num < num_tokens:
+                    bench.generate(batch, num, case.draws(1, number), seed=number)
             took_s = bench.generate(batch, num_tokens, case.draws(1, number), seed=number)
-            times[name] += [1e3 * took_s] * (number > 1)  # the first ones warm up
-            paths[name] = bench.path
-        floor = prefill_floor_ms(engine, batch, num_tokens, bandwidth, speed)
-        for name, of in times.items():
-            about = {"batch": batch, "tokens": num_tokens, "launch": name, "path": paths[name]}
-            told_as = f"{batch} x {num_tokens}, {name}, {paths[name]}"
+            times[way] += [1e3 * took_s] * (number > 1)  # the first ones warm up
+            seen[way] = {"path": bench.path, "matched": bench.found[0], "resumed": bench.found[1]}
+            seen[way]["kept"] = engine.book.snapshots.num_used
+        for (name, kept), of in times.items():
+            about = {"batch": batch, "tokens": num_tokens, "launch": name, "new": new}
+            about |= {"snapshots": kept, **seen[name, kept]}
+            told_as = f"{batch} x {num_tokens}, {name}, {about['path']}"
+            if options.snapshots:
+                told_as += f", {new} new, resumed {about['resumed']} of {about['matched']}"
+                told_as += f", {about['kept']} snapshots of {kept}"
+            num = num_tokens - about["resumed"] // batch
+            floor = prefill_floor_ms(engine, batch, num, bandwidth, speed)
             rows.append(about | told(told_as, of, "ms", floor))
     return rows
 
@@ -154,6 +173,7 @@ def parsed() -> tuple[argparse.Namespace, list[Case]]:
     add = made.add_argument
     add("--phase", default="decode", choices=("decode", "prefill"))
     add("--tokens", type=ints, default="16,64,128,256,512,1024,2048,8192", help="of a prompt")
+    add("--new", type=ints, default=[0], help="so many of them behind earlier turns; 0: no turns")
     add("--batch", default="1,8,32", help="requests at a time; 8x32768: of so many tokens")
     add("--repeat", type=int, default=3)
     add("--sampling", default="greedy", choices=sorted(SAMPLINGS))

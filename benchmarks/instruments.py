@@ -22,6 +22,8 @@ from benchmarks.output import ints
 from benchmarks.ranks import led_engine
 from benchmarks.timing import synchronize
 from worker.api import Sampling
+from worker.cache.prefix import PrefixTree
+from worker.cache.snapshots import Snapshots
 from worker.config import WorkerConfig
 from worker.config.checkpoint.delta_shape import DELTA_BLOCK
 from worker.forward.draws import Masks
@@ -55,6 +57,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--prompt-len", type=int, default=512)
     add("--output-len", type=int, default=128)
     add("--cached", action="store_true", help="prompts are computed once and found in the cache")
+    add("--snapshots", type=ints, help="kv.snapshots, by turns; each run has an empty cache")
     add("--page-size", type=int, default=64)
     add("--kv-dtype", default="auto", help="as kv.dtype")
     add("--weights", default="", choices=("", "fp8"), help="fp8: in blocks of 128 x 128")
@@ -102,7 +105,8 @@ def build(
             model["dtype"] = options.dtype
         engine = {
             "max_num_reqs": max_batch, "penalty_rows": penalty_rows, "graph": _graph(options),
-            "prefix_cache": options.cached, "max_prefill_tokens": options.chunk,
+            "prefix_cache": bool(options.cached or options.snapshots),
+            "max_prefill_tokens": options.chunk,
             "attention": options.attention, "growth_tokens": options.output_len,
             "num_pages": -(-num_tokens // page_size) + 2, "collective": options.collective,
         }  # fmt: skip
@@ -110,6 +114,8 @@ def build(
             "role": "decode", "model": model, "engine": engine, "spec": spec, "tp": options.tp,
             "kv": {"page_size": page_size, "dtype": options.kv_dtype},
         }  # fmt: skip
+        if options.snapshots:
+            config["kv"]["snapshots"] = max(options.snapshots)
         return led_engine(WorkerConfig.model_validate(config))
 
 
@@ -139,6 +145,8 @@ class Bench:
         queues = DecodeQueues(engine.book, engine.config.engine, grain=engine.shape.grain)
         self.scheduler = DecodeScheduler(queues, frozenset())
         self.path = ""  # of the last step that was waited for
+        # Prompt tokens of the last batch that were in the cache, and that are not computed.
+        self.found = (0, 0)
         self._num_admitted = 0
         words = -(-engine.shape.vocab_size // 32)
         most = int(engine.config.engine.max_num_reqs)
@@ -150,15 +158,17 @@ class Bench:
 
     def admit(self, batch: int, prompt_len: int, sampling: Sampling, seed: int) -> list[Req]:
         """Requests with random prompts, to be prefilled by this engine."""
-        rng, reqs = random.Random(seed), []
-        for number in range(batch):
-            tokens = rng.choices(range(self.engine.shape.vocab_size), k=prompt_len)
+        vocabulary, reqs = range(self.engine.shape.vocab_size), list[Req]()
+        for number in range(batch):  # longer prompts of a seed begin as its shorter ones
+            tokens = random.Random(f"{seed} {number}").choices(vocabulary, k=prompt_len)
             self._num_admitted += 1  # of another seed each: simulated acceptance is by seed
             own = msgspec.structs.replace(sampling, seed=self._num_admitted)
             req = Req(str(number), 1, "bench", tokens, prompt_len, own, float("inf"))
             assert self.scheduler.queues.admit(req), "the pool is made for this batch"
             self.scheduler.queues.prefill_locally(req)
             reqs.append(req)
+        matched = sum(req.num_computed_tokens for req in reqs)
+        self.found = matched, sum(req.num_planned_tokens for req in reqs)
         return reqs
 
     def generate(
@@ -198,6 +208,14 @@ class Bench:
     def verify_with(self, width: int) -> None:
         """From now on a step's windows are so wide."""
         self.scheduler.widths = WidthPolicy((width,))
+
+    def keep_snapshots(self, num: int) -> None:
+        """From now on so many; the cache is empty."""
+        book = self.engine.book
+        book.forget()
+        slots = range(book.num_slots + 1, book.num_slots + 1 + num)
+        book.snapshots = Snapshots(slots, book.snapshots.grid, book.page_size)
+        book.tree = PrefixTree(book.page_size, book.span, book.snapshots.drop)
 
     def launch_chunks_by(self, chunks: ChunkGraphs) -> None:
         """Launch prompts' chunks by these graphs from now on."""
