@@ -111,6 +111,8 @@ def train(
             elapsed_s = time.monotonic() - started
             speed = f"{num_tokens / elapsed_s / 1e3:.0f}k tokens/s {elapsed_s:.0f} s"
             print(f"step {step} {tuple(ids.shape)} loss {loss.item():.4f} {speed}", flush=True)
+    if on_gpu:
+        print(f"at most {torch.cuda.max_memory_allocated() / 2**30:.0f} GiB")
 
 
 def save_model(model: nn.Module, folder: Path, config: dict[str, Any]) -> int:
