@@ -69,7 +69,9 @@ def test_chats_of_agents_are_as_the_chat_template_renders_them():
             told, _, listed = told.rpartition("<tools>\n")
             lines = listed.partition("\n</tools>")[0].splitlines()
             tools = [{"type": "function", "function": json.loads(line)} for line in lines]
-        messages = [{"role": "system", "content": told.removesuffix("\n\n")}] if told else []
+        messages: list[dict[str, Any]] = []
+        if told:
+            messages = [{"role": "system", "content": told.removesuffix("\n\n")}]
         for user, answer in chat.turns:
             result = re.fullmatch(r"<tool_response>\n(.*)\n</tool_response>", user, re.DOTALL)
             role, content = ("tool", result[1]) if result else ("user", user)
