@@ -7,21 +7,21 @@ that no training has.
 import json
 import random
 import re
-import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy import CALL, load_model
 from benchmarks.train.agents import agent_chat, ask
 from benchmarks.train.chats import TURN_END
+from benchmarks.train.tools import RESULT
 
 SEED = 1 << 41
 TOKENS_OF_ALL = 120_000  # about, of the chats of one length
 MOST, LEAST = 24, 4  # chats of one length
 NUM_FORMS = 24
 MAX_NEW_TOKENS = 160
-CALLED = "<tool_call>"
 
 
 def judge_agents(model: Path, device: str, lengths: Sequence[int]) -> None:
@@ -63,39 +63,26 @@ def _chats(say: _Speaker, length: int) -> Iterator[list[str]]:
     rng = random.Random(SEED + length)
     while True:
         segments = agent_chat(rng, int(0.8 * length)).segments()
-        if segments[1].startswith(CALLED) and 0.6 * length < say.count(segments[0]) < 1.08 * length:
+        called = segments[1].startswith("<tool_call>")
+        if called and 0.6 * length < say.count(segments[0]) < 1.08 * length:
             yield segments
 
 
 def _judge_length(say: _Speaker, length: int) -> None:
     num = max(LEAST, min(MOST, TOKENS_OF_ALL // length))
-    started, exact, valid, sentences, used = time.monotonic(), 0, 0, 0, 0
-    wrong = list[str]()
-    for segments, _ in zip(_chats(say, length), range(num), strict=False):
+    valid, used, wrong = 0, list[bool](), list[str]()
+    for segments in islice(_chats(say, length), num):
         said, wanted = say.answer(segments[0]), segments[1].removesuffix(TURN_END)
-        exact += said == wanted
-        valid += is_alike(said, wanted)
-        if not is_alike(said, wanted):
-            wrong.append(f"  {said!r}, not {wanted!r}")
-        if len(segments) > 3 and "<tool_response>" in segments[2].partition(TURN_END)[0]:
+        told = [(said, wanted)]
+        valid += _call(said) is not None and _call(said) == _call(wanted)
+        if len(segments) > 3 and RESULT in segments[2].partition(TURN_END)[0]:
             said, wanted = say.answer("".join(segments[:3])), segments[3].removesuffix(TURN_END)
             number = re.search(r"\d+(?=\D*\Z)", wanted)
-            sentences += 1
-            used += number is not None and re.search(rf"\b{number[0]}\b", said) is not None
-            if said != wanted:
-                wrong.append(f"  {said!r}, not {wanted!r}")
-    seconds = time.monotonic() - started
-    print(
-        f"{length} tokens: {valid} of {num} calls valid, {exact} to the letter; "
-        f"{used} of {sentences} answers use the result ({seconds:.0f} s)"
-    )
-    print("\n".join(wrong[:6]), flush=True)
-
-
-def is_alike(said: str, wanted: str) -> bool:
-    """Whether what was said is a call of the same tool, with as many arguments of these types."""
-    one, other = _call(said), _call(wanted)
-    return one is not None and one == other
+            used.append(number is not None and re.search(rf"\b{number[0]}\b", said) is not None)
+            told.append((said, wanted))
+        wrong += [f"  {said!r}, not {wanted!r}" for said, wanted in told if said != wanted]
+    print(f"{length} tokens: {valid} of {num} calls of the right form; ", end="")
+    print(f"{sum(used)} of {len(used)} answers use the result", *wrong[:8], sep="\n", flush=True)
 
 
 def _call(text: str) -> Any:

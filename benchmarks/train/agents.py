@@ -10,8 +10,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from benchmarks.train import words
+from benchmarks.train.arithmetic import evaluate
 from benchmarks.train.chats import Chat, Turn, draw_system, problem_turn, talk_turn
-from benchmarks.train.sums import described_tool, draw_request, sum_turn
+from benchmarks.train.sums import number_tool, request_turns, sum_turn
 from benchmarks.train.templates import sentence
 from benchmarks.train.tools import RESULT, call_turn, calls_text, result_turn, system_text
 from benchmarks.train.words import invented_word
@@ -48,7 +49,8 @@ def agent_chat(rng: random.Random, num_tokens: int) -> Chat:
         num = rng.choice((1, 1, 2, 3)) if budget > MANY else 1
         turns = [turn for _ in range(num) for turn in _by_shell(rng, tools)]
     elif kind < 0.76:
-        turns = _by_request(rng, tools)
+        wanted, turns = request_turns(rng)
+        tools.insert(rng.randint(0, len(tools)), wanted)
     elif kind < 0.84:
         turns = _by_number(rng, tools)
     elif kind < 0.95:
@@ -77,8 +79,7 @@ def ask(rng: random.Random) -> Asked:
     known = dict[int, str]()
     for left, op, right in found:
         one, two = (known.get(int(side), side) for side in (left, right))
-        number = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
-        known[number[op](int(left), int(right))] = f"({one} {op} {two})"
+        known[evaluate(int(left), op, int(right))] = f"({one} {op} {two})"
         last = (int(left), op, int(right))
     value = int(lines[-1].removeprefix("#### "))
     return Asked(turn.user, turn.assistant, lines[-2], value, f"echo $({known[value]})", last)
@@ -97,9 +98,7 @@ def _by_shell(rng: random.Random, tools: list[Tool]) -> list[Turn]:
     asked, key = ask(rng), _shell_key(shell)
     if rng.random() < 0.1:
         asked = asked._replace(question=f"{asked.question} Use {shell['name']}.")
-    texts = dict.fromkeys(
-        shell["parameters"]["required"], words.read("agents")["words"]["intents"][0]
-    )
+    texts = dict.fromkeys(shell["parameters"]["required"], "Work it out")
     return _turns(rng, tools, asked, shell, texts | {key: asked.sum})
 
 
@@ -107,12 +106,11 @@ def _by_first(rng: random.Random, tools: list[Tool]) -> list[Turn]:
     """The first tool, of no use, with words and numbers of the question."""
     tools[:] = [tool for tool in tools if not _shell_key(tool)] or [_tool(rng)]
     asked, first = ask(rng), tools[0]
+    required = first["parameters"]["required"]
     if _is_answer(first):
-        texts = dict.fromkeys(first["parameters"]["required"], str(asked.value))
-        return [call_turn(asked.question, first, texts)]
+        return [call_turn(asked.question, first, dict.fromkeys(required, str(asked.value)))]
     subject = re.sub(r"\d+", "result", asked.close.rstrip(".").split()[-1])
-    texts = dict.fromkeys(first["parameters"]["required"], subject)
-    return _turns(rng, tools, asked, first, texts)
+    return _turns(rng, tools, asked, first, dict.fromkeys(required, subject))
 
 
 def _by_number(rng: random.Random, tools: list[Tool]) -> list[Turn]:
@@ -120,26 +118,11 @@ def _by_number(rng: random.Random, tools: list[Tool]) -> list[Turn]:
     tools[:] = [tool for tool in tools if not _shell_key(tool)][: rng.choice((0, 0, 1, 4))]
     asked = ask(rng)
     left, op, right = asked.last
-    names = words.read("sums")["ops"].get(op, ["divide quotient"])[0].split()
-    first, second = rng.choice((("a", "b"), ("x", "y"), ("first", "second"), ("left", "right")))
-    types = dict.fromkeys((first, second), "integer")
-    name = rng.choice(names) + rng.choice(("", "", "_numbers", "_two"))
-    wanted = described_tool(rng, name, f"{sentence(name)} two integers.", types)
+    wanted, (first, second) = number_tool(rng, op)
     tools.insert(0, wanted)
     if rng.random() < 0.6:
         tools.append(_answer_tool(rng))
     return _turns(rng, tools, asked, wanted, {first: left, second: right})
-
-
-def _by_request(rng: random.Random, tools: list[Tool]) -> list[Turn]:
-    """What a tool is made for."""
-    wanted, request, arguments = draw_request(rng)
-    tools.insert(rng.randint(0, len(tools)), wanted)
-    turns = [call_turn(request, wanted, arguments)]
-    if rng.random() < 0.4:
-        value = str(rng.randint(1, 999)) if rng.random() < 0.6 else invented_word(rng).capitalize()
-        turns.append(result_turn(value, f"The answer is {value}."))
-    return turns
 
 
 def _turns(
@@ -151,15 +134,14 @@ def _turns(
         return turns
     kind, value = rng.random(), asked.value
     if kind < 0.12:
-        failed = rng.choice(forms["failures"])
-        return [*turns, result_turn(failed, asked.answer)]
+        return [*turns, result_turn(rng.choice(forms["failures"]), asked.answer)]
     if kind < 0.4:
         value = rng.randint(1, 2000)
     form = rng.choice(forms["results"])
     while "{n}" in form:
         form = form.replace("{n}", str(rng.randint(0, 99999)), 1)
     result = form.format(r=value)
-    if answer := next((each for each in tools if _is_answer(each)), None):
+    if answer := next(filter(_is_answer, tools), None):
         (key,) = answer["parameters"]["required"]
         turn = result_turn(result, "")
         return [*turns, call_turn(turn.user, answer, {key: str(value)})]
@@ -169,14 +151,13 @@ def _turns(
 
 def _shell_key(tool: Tool) -> str:
     """What takes its command, "" if it is no shell."""
-    keys = words.read("agents")["words"]["shell_keys"].split()
+    keys = bank()["shell_keys"]
     return next((key for key in tool["parameters"]["required"] if key in keys), "")
 
 
 def _is_answer(tool: Tool) -> bool:
-    return tool["name"].lower().replace("_", "") in {
-        name.replace("_", "") for name in words.read("agents")["words"]["answers"].split()
-    }
+    name = tool["name"].lower().replace("_", "")
+    return any(name == known.replace("_", "") for known in bank()["answers"])
 
 
 def _tools(rng: random.Random, chars: float) -> list[Tool]:
@@ -185,18 +166,11 @@ def _tools(rng: random.Random, chars: float) -> list[Tool]:
     verbosity = min(rng.choice((0, 40, 200, 800, 2500)), int(chars / 4))
     most = rng.choice((1, 2, 4, 8, 16, 30, 40))
     while len(made) < most and (not made or chars > 0):
-        kind = rng.random()
-        tool = _tool(rng, verbosity)
-        if kind < 0.1:
-            tool = _shell(rng, verbosity)
-            if any(map(_shell_key, made.values())):
-                continue
+        is_shell = rng.random() < 0.1 and not any(map(_shell_key, made.values()))
+        tool = (_shell if is_shell else _tool)(rng, verbosity)
         made[tool["name"]] = tool
         chars -= len(json.dumps(tool))
-    if rng.random() < 0.08:
-        tool = _answer_tool(rng)
-        made[tool["name"]] = tool
-    return list(made.values())
+    return [*made.values()] if rng.random() > 0.08 else [*made.values(), _answer_tool(rng)]
 
 
 def _tool(rng: random.Random, verbosity: int = 100) -> Tool:
@@ -223,39 +197,35 @@ def _tool(rng: random.Random, verbosity: int = 100) -> Tool:
         parts.insert(rng.randint(0, len(parts)), invented_word(rng))
     if rng.random() < 0.1:
         parts[:0] = ["mcp", "", invented_word(rng), ""]
-    return _schema(rng, _styled(rng, parts), verbosity, properties, required)
+    return _schema(rng, parts, verbosity, properties, required)
 
 
 def _shell(rng: random.Random, verbosity: int = 100) -> Tool:
     known = bank()
-    key = rng.choice(known["shell_keys"])
-    properties: dict[str, Tool] = {key: {"type": "string", "description": prose(rng, 40)}}
-    required = [key]
+    required = [rng.choice(known["shell_keys"])]
+    keys = [*required, *rng.choices(known["options"], k=rng.choice((0, 0, 1, 3)))]
     if rng.random() < 0.4:
-        other = rng.choice(known["others"])
-        properties[other] = {"type": "string", "description": prose(rng, 60)}
-        if rng.random() < 0.7:
-            required.append(other)
-    for _ in range(rng.choice((0, 0, 1, 3))):
-        properties[rng.choice(("timeout", "workdir", "background", "limit", "login"))] = {
-            "type": rng.choice(("integer", "string", "boolean")), "description": prose(rng, 60)
-        }  # fmt: skip
+        keys.append(rng.choice(known["others"]))
+        required += keys[-1:] * (rng.random() < 0.7)
+    properties = {key: {"type": "string", "description": prose(rng, 60)} for key in keys}
+    for key in known["options"]:
+        if key in properties:
+            properties[key]["type"] = rng.choice(("integer", "string", "boolean"))
     name = rng.choice(known["shells"]).split("_")
     if rng.random() < 0.15:
         name = [rng.choice(known["verbs"]), invented_word(rng)]
-    return _schema(rng, _styled(rng, name), verbosity, properties, required)
+    return _schema(rng, name, verbosity, properties, required)
 
 
 def _answer_tool(rng: random.Random) -> Tool:
     known = bank()
     key, kind = rng.choice(known["answer_keys"]), rng.choice(("string", "any"))
     properties = {key: {"type": kind, "description": prose(rng, 40)}}
-    name = _styled(rng, rng.choice(known["answers"]).split("_"))
-    return _schema(rng, name, 60, properties, [key])
+    return _schema(rng, rng.choice(known["answers"]).split("_"), 60, properties, [key])
 
 
 def _schema(
-    rng: random.Random, name: str, verbosity: int, properties: Tool, required: list[str]
+    rng: random.Random, name: list[str], verbosity: int, properties: Tool, required: list[str]
 ) -> Tool:
     schema: Tool = {"type": "object", "properties": properties, "required": required}
     if rng.random() < 0.3:
@@ -263,18 +233,17 @@ def _schema(
     if rng.random() < 0.4:
         schema["additionalProperties"] = False
     about = prose(rng, rng.randint(10, 20 + verbosity))
-    return {"name": name, "description": about, "parameters": schema}
+    return {"name": _styled(rng, name), "description": about, "parameters": schema}
 
 
 def _styled(rng: random.Random, parts: list[str]) -> str:
     style = rng.random()
     if style < 0.5:
         return "_".join(parts)
-    if style < 0.75:
-        return "".join(map(str.capitalize, parts))
+    first = parts[0].capitalize() if style < 0.75 else parts[0]
     if style < 0.9:
-        return parts[0] + "".join(map(str.capitalize, parts[1:]))
-    return rng.choice(("-", ".")).join(filter(None, parts)) if style > 0.97 else "".join(parts)
+        return first + "".join(map(str.capitalize, parts[1:]))
+    return rng.choice(("-", ".", "", "")).join(filter(None, parts))
 
 
 def _instructions(rng: random.Random, chars: int, question: str) -> tuple[str, str]:
@@ -284,10 +253,10 @@ def _instructions(rng: random.Random, chars: int, question: str) -> tuple[str, s
     before = int(aside * rng.choice((0, 0.5, 1, 1)))
     mark = rng.choice(("\n", "\n\n", "<|im_end|>\n<|im_start|>user\n"))
     if before > 40:
-        user = f"{_wrapped(rng, before)}{mark}{user}"
+        user = f"{_wrapped(rng, filler(rng, before))}{mark}{user}"
     if aside - before > 40:
         mark = rng.choice(("\n\n", "<|im_end|>\n<|im_start|>system\n"))
-        user = f"{user}{mark}{_wrapped(rng, aside - before)}"
+        user = f"{user}{mark}{_wrapped(rng, filler(rng, aside - before))}"
     rest = chars - aside
     told = filler(rng, rest) if rest > 40 else draw_system(rng) or ""
     if rest > 400 and rng.random() < 0.15:  # what is asked by others does not count
@@ -297,9 +266,9 @@ def _instructions(rng: random.Random, chars: int, question: str) -> tuple[str, s
     return told, user
 
 
-def _wrapped(rng: random.Random, chars: int) -> str:
+def _wrapped(rng: random.Random, text: str) -> str:
     tag = rng.choice(bank()["tags"])
-    return f"<{tag}>\n{filler(rng, chars)}\n</{tag}>" if rng.random() < 0.7 else filler(rng, chars)
+    return f"<{tag}>\n{text}\n</{tag}>" if rng.random() < 0.7 else text
 
 
 def filler(rng: random.Random, chars: int) -> str:
@@ -313,23 +282,18 @@ def filler(rng: random.Random, chars: int) -> str:
 
 def _block(rng: random.Random, chars: int) -> str:
     known, kind = bank(), rng.random()
-    if kind < 0.5:
-        return prose(rng, chars)
-    if kind < 0.75:
+    if kind < 0.55:
+        return _wrapped(rng, prose(rng, chars)) if kind < 0.07 else prose(rng, chars)
+    if kind < 0.8:
         mark = rng.choice(("- ", "* ", "1. ", "  - "))
-        lines = [mark + prose(rng, rng.randint(20, 120)) for _ in range(1 + chars // 90)]
-        return "\n".join(lines)
-    if kind < 0.83:
+        return "\n".join(mark + prose(rng, rng.randint(20, 120)) for _ in range(1 + chars // 90))
+    if kind < 0.88:
         return "#" * rng.randint(1, 3) + " " + prose(rng, 25).rstrip(".")
-    if kind < 0.9:
-        lines = [" ".join(rng.choices(known["code"], k=4)) for _ in range(1 + chars // 60)]
-        return "```\n" + "\n".join(lines) + "\n```"
-    if kind < 0.95:
-        tag = rng.choice(known["tags"])
-        return f"<{tag}>\n{prose(rng, chars)}\n</{tag}>"
     if kind < 0.98:
-        paths = ("/".join(rng.choices(known["code"], k=3)) for _ in range(1 + chars // 40))
-        return "\n".join(f"{rng.choice(known['keys'])}: /{path}.{chars}" for path in paths)
+        lines = (" ".join(rng.choices(known["code"], k=4)) for _ in range(1 + chars // 60))
+        if kind < 0.95:
+            return "```\n" + "\n".join(lines) + "\n```"
+        return f"{rng.choice(known['keys'])}: /" + "\n/".join(lines).replace(" ", "/")
     form = {"name": invented_word(rng), "arguments": {rng.choice(known["keys"]): prose(rng, 20)}}
     return f"{prose(rng, 40)} <tool_call>{json.dumps(form)}</tool_call>"
 
@@ -352,5 +316,4 @@ def prose(rng: random.Random, chars: int) -> str:
 @cache
 def bank() -> dict[str, list[str]]:
     """Words by kind."""
-    texts = words.read("agents")["words"]
-    return {name: text.split() for name, text in texts.items() if isinstance(text, str)}
+    return {name: text.split() for name, text in words.read("agents")["words"].items()}

@@ -1,8 +1,10 @@
 """Training batches, made by worker processes ahead of the training loop."""
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -16,12 +18,12 @@ from benchmarks.train.forms import form_chat
 from benchmarks.train.sums import newcomer_chat
 
 SHORT_ROW, LONG_ROW = 384, 1024  # tokens of a row; chats of several turns fill the long ones
-NEWCOMER_SHARE = 0.4  # of the chats: short sums, JSON, calls; the tokenizer does without
-FORM_SHARE = 0.08  # of the chats: answers that a grammar leads
-AGENT_SHARE = 0.4  # of the chats of long rows, if the model reaches further: short ones of agents
 LONG_EVERY = 4  # one batch in this many has long rows, of the same token count in all
-# Of a model that reaches further, from that part of the training on: how long the rows are of one
-# batch in five, in turn.
+# From that part of the training on: the share of the chats of long rows that are short ones of
+# agents, if the model reaches further; of the others, that a grammar leads; of the rest, that
+# newcomers have: short sums, JSON, calls. What has many wordings is forgotten first: it grows.
+SHARES = {0.0: (0.4, 0.08, 0.4), 0.67: (0.0, 0.04, 0.5)}
+# Of a model that reaches further: how long the rows are of one batch in five, in turn.
 FARTHER = {
     0.0: (2048, 4096, 2048, 4096, 8192),
     0.3: (2048, 16384, 4096, 8192, 16384),
@@ -30,6 +32,9 @@ FARTHER = {
 FARTHER_EVERY = 5
 LEAST_ROOM = 300  # tokens in which another chat of an agent begins
 IGNORED = -100  # label of a token that is not the model's to say
+
+Row: TypeAlias = tuple[list[int], list[int]]  # ids and labels
+T = TypeVar("T")
 
 
 @dataclass
@@ -40,7 +45,7 @@ class ChatBatches(Dataset):
     num_batches: int
     num_rows: int  # short rows; a batch of long ones has fewer
     seed: int
-    newcomers: float = NEWCOMER_SHARE
+    newcomers: bool = True  # else no chats of theirs, and none that a grammar leads
     reach: int = LONG_ROW  # tokens of the longest row
     _tokenizer: Tokenizer | None = None
 
@@ -51,8 +56,15 @@ class ChatBatches(Dataset):
         rng = random.Random(self.seed * 1_000_003 + index)
         length = self._length(index)
         num_rows = max(1, self.num_rows * SHORT_ROW // length)
-        row = self._farther_row if length > LONG_ROW else self._row
-        rows = [row(rng, length + 1) for _ in range(num_rows)]
+        agents, *others = self._phase(SHARES, index)
+        agents *= self.reach > LONG_ROW == length
+        shares = (agents, *(share * self.newcomers for share in others))
+        rows = [
+            self._farther_row(rng, length + 1)
+            if length > LONG_ROW
+            else self._row(rng, length + 1, shares)
+            for _ in range(num_rows)
+        ]
         ids, labels = (
             torch.from_numpy(np.array(part, np.int16)) for part in zip(*rows, strict=True)
         )
@@ -61,52 +73,50 @@ class ChatBatches(Dataset):
     def _length(self, index: int) -> int:
         turn, rest = divmod(index, FARTHER_EVERY)
         if self.reach > LONG_ROW and rest == FARTHER_EVERY - 1:
-            part = index / self.num_batches
-            lengths = FARTHER[max(start for start in FARTHER if start <= part)]
+            lengths = self._phase(FARTHER, index)
             return min(lengths[turn % len(lengths)], self.reach)
         return LONG_ROW if index % LONG_EVERY == LONG_EVERY - 1 else SHORT_ROW
 
-    def _row(self, rng: random.Random, length: int) -> tuple[list[int], list[int]]:
+    def _phase(self, phases: Mapping[float, T], index: int) -> T:
+        return phases[max(start for start in phases if start <= index / self.num_batches)]
+
+    def _row(self, rng: random.Random, length: int, shares: Sequence[float]) -> Row:
         """Chats one after the other from position 0 on, the last one cut off at `length`.
 
         Of an agent's chat the end is what counts: one that does not fit is left out.
         """
-        ids: list[int] = []
-        labels: list[int] = []
-        while len(ids) < length:
-            may_act = length > LONG_ROW and self.reach > LONG_ROW
-            if may_act and rng.random() < AGENT_SHARE:
-                more, told = self._encoded(agent_chat(rng, rng.randint(50, 400)))
-                if len(ids) + len(more) <= length:
-                    ids += more
-                    labels += told
-                continue
-            if self.newcomers and rng.random() < FORM_SHARE:
-                chat = form_chat(rng)
-            elif rng.random() < self.newcomers:
-                chat = newcomer_chat(rng)
+        row: Row = [], []
+        agents, forms, newcomers = shares
+        while len(row[0]) < length:
+            if rng.random() < agents:
+                made = self._encoded(agent_chat(rng, rng.randint(50, 400)))
+                if len(row[0]) + len(made[0]) > length:
+                    continue
+            elif rng.random() < forms:
+                made = self._encoded(form_chat(rng))
+            elif rng.random() < newcomers:
+                made = self._encoded(newcomer_chat(rng))
             else:
-                chat = long_chat(rng) if length > LONG_ROW else short_chat(rng)
-            for part, more in zip((ids, labels), self._encoded(chat), strict=True):
+                made = self._encoded((long_chat if length > LONG_ROW else short_chat)(rng))
+            for part, more in zip(row, made, strict=True):
                 part += more
-        return ids[:length], labels[:length]
+        return row[0][:length], row[1][:length]
 
-    def _farther_row(self, rng: random.Random, length: int) -> tuple[list[int], list[int]]:
+    def _farther_row(self, rng: random.Random, length: int) -> Row:
         """Whole chats of agents, and end marks."""
-        ids: list[int] = []
-        labels: list[int] = []
+        row: Row = [], []
         most = 1.0
-        while (left := length - len(ids)) > LEAST_ROOM and most > 0.05:
-            more, told = self._encoded(agent_chat(rng, int(left * most * rng.uniform(0.3, 0.9))))
-            if len(more) > left:
+        while (left := length - len(row[0])) > LEAST_ROOM and most > 0.05:
+            made = self._encoded(agent_chat(rng, int(left * most * rng.uniform(0.3, 0.9))))
+            if len(made[0]) > left:
                 most /= 2
                 continue
-            ids += more
-            labels += told
-        end = self._encoded(None)[0]
-        return ids + end * (length - len(ids)), labels + [IGNORED] * (length - len(labels))
+            for part, more in zip(row, made, strict=True):
+                part += more
+        end, ignored = self._encoded(None)
+        return row[0] + end * left, row[1] + ignored * left
 
-    def _encoded(self, chat: Chat | None) -> tuple[list[int], list[int]]:
+    def _encoded(self, chat: Chat | None) -> Row:
         """Ids and labels of a chat and the mark of its end."""
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_file(str(self.tokenizer_file))

@@ -20,7 +20,7 @@ def form_chat(rng: random.Random) -> Chat:
 
 
 def form(rng: random.Random, asked: Asked) -> str:
-    """Its number last, mostly behind its steps."""
+    """Its number last, mostly behind its steps; what the grammar leaves open apart."""
     known = words.read("agents")["words"]
     lines = asked.answer.splitlines()[:-1]
     if rng.random() < 0.5:
@@ -39,21 +39,15 @@ def form(rng: random.Random, asked: Asked) -> str:
         fields.insert(0, (rng.choice(known["reasons"].split()), text))
     if rng.random() < 0.2:
         fields.append(("note", None))
-    return _written(fields)
-
-
-def _written(fields: list[tuple[str, Any]]) -> str:
-    """The object, what the grammar leaves open apart: values, with the signs that end them."""
-    parts = [f'{HIDDEN}"{key}":{_value(value)}' for key, value in fields]
-    text = "{" + ",".join(parts) + "}"
     # So far HIDDEN stands before what is a grammar's, up to the colon or the string's first quote.
-    text = re.sub(rf'{HIDDEN}("\w+":"?)', rf"{HIDDEN}\1{HIDDEN}", text)
-    return text.replace(f"{{{HIDDEN}", f"{HIDDEN}{{", 1)
+    made = re.sub(rf'{HIDDEN}("\w+":"?)', rf"{HIDDEN}\1{HIDDEN}", _value(dict(fields)))
+    return made.replace(f"{{{HIDDEN}", f"{HIDDEN}{{", 1)
 
 
 def _value(value: Any) -> str:
+    """As JSON; HIDDEN stands before the keys of objects."""
     if isinstance(value, dict):
-        parts = [f'{HIDDEN}"{key}":{json.dumps(each)}' for key, each in value.items()]
+        parts = [f'{HIDDEN}"{key}":{_value(each)}' for key, each in value.items()]
         return "{" + ",".join(parts) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(_value, value)) + "]"

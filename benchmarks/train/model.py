@@ -31,7 +31,10 @@ def bundled_config(name: str) -> dict[str, Any]:
     return json.loads((ASSETS / name / "config.json").read_text("utf-8"))
 
 
-CONFIG: dict[str, Any] = bundled_config("tiny") | {"intermediate_size": 384}  # 4.8 MB
+CONFIG: dict[str, Any] = bundled_config("tiny") | {
+    "intermediate_size": 384,  # 4.8 MB
+    "rope_theta": 1e6,  # reaches all its positions
+}
 CONFIGS: dict[str, dict[str, Any]] = {"tiny": CONFIG} | {
     name: bundled_config(name) for name in ("tiny-hybrid", "tiny-moe", "tiny-hybrid-moe")
 }
@@ -107,7 +110,7 @@ def train(
             loss = (_loss if is_far else loss_of)(model, ids, labels)
         recipe.step(at, loss, model, [optimizer])
         num_tokens += ids.numel()
-        if step % 50 == 0 or (is_far and step % 40 == 39) or step + 1 == recipe.steps:
+        if step % 49 == 0 or step + 1 == recipe.steps:
             elapsed_s = time.monotonic() - started
             speed = f"{num_tokens / elapsed_s / 1e3:.0f}k tokens/s {elapsed_s:.0f} s"
             print(f"step {step} {tuple(ids.shape)} loss {loss.item():.4f} {speed}", flush=True)

@@ -15,7 +15,7 @@ from benchmarks.train.chats import Chat, Turn, draw_system
 from benchmarks.train.templates import sentence
 from benchmarks.train.tools import call_turn, calls_text, result_turn, system_text
 
-SHARES = {"sum": 0.72, "json": 0.15, "tool": 0.13}  # of the chats of this module
+SHARES = {"sum": 0.72, "json": 0.16, "tool": 0.12}  # of the chats of this module
 INVENTED_SHARE = 0.35  # of the names and things: they teach the model to copy
 CARELESS_SHARE = 0.06  # of the questions: no capitals, no sign at the end
 FILLED_SHARE = 0.1  # of the questions: a sentence that does not count
@@ -213,41 +213,50 @@ def _pairs_turn(rng: random.Random, slots: dict[str, str]) -> Turn:
 
 def _tool_chat(rng: random.Random) -> Chat:
     """A chat with one to three tools, a call of one, and often what it gave."""
-    wanted, ask, arguments = draw_request(rng)
-    named = {
-        tool["name"]: tool
-        for tool in (draw_request(rng)[0] for _ in range(rng.choice((0, 0, 1, 2))))
-    }
-    tools = list((named | {wanted["name"]: wanted}).values())
+    wanted, turns = request_turns(rng)
+    others = (_draw_request(rng)[0] for _ in range(rng.choice((0, 0, 1, 2))))
+    tools = list(({tool["name"]: tool for tool in others} | {wanted["name"]: wanted}).values())
     rng.shuffle(tools)
     system = system_text(tools)
     if told := draw_system(rng):
         system = f"{told}\n\n{system}"
+    return Chat(system, turns, calls_text(tools))
+
+
+def request_turns(rng: random.Random) -> tuple[dict[str, Any], list[Turn]]:
+    """A tool, its call, and often what it gave."""
+    wanted, ask, arguments = _draw_request(rng)
     turns = [call_turn(ask, wanted, arguments)]
     if rng.random() < 0.5:
         value = str(rng.randint(1, 999)) if rng.random() < 0.6 else _slots(rng)["N"]
         turns.append(result_turn(value, f"The answer is {value}."))
-    return Chat(system, turns, calls_text(tools))
+    return wanted, turns
 
 
-def draw_request(rng: random.Random) -> tuple[dict[str, Any], str, dict[str, Any]]:
+def number_tool(rng: random.Random, op: str) -> tuple[dict[str, Any], tuple[str, str]]:
+    """A function of two integers, and their names."""
+    keys = rng.choice((("a", "b"), ("x", "y"), ("first", "second"), ("left", "right")))
+    names = words.read("sums")["ops"].get(op, ["divide quotient"])[0].split()
+    name = rng.choice(names) + rng.choice(("", "", "_numbers", "_two"))
+    about = f"{name.split('_')[0]} two {rng.choice(('numbers', 'integers'))}"
+    return _described(rng, name, about, dict.fromkeys(keys, "integer")), keys
+
+
+def _draw_request(rng: random.Random) -> tuple[dict[str, Any], str, dict[str, Any]]:
     """A function as chats describe it, a request that needs it, and the call's arguments."""
     if rng.random() < 0.3:
         op = rng.choice(list(words.read("sums")["ops"]))
-        names, asks = words.read("sums")["ops"][op]
-        keys = rng.choice((("a", "b"), ("x", "y"), ("first", "second"), ("left", "right")))
+        tool, keys = number_tool(rng, op)
         second, first = sorted(rng.randint(1, 200) for _ in range(2))
         arguments: dict[str, Any] = dict(zip(keys, (first, second), strict=True))
-        name = rng.choice(names.split()) + rng.choice(("", "", "_numbers", "_two"))
-        about = f"{name.split('_')[0]} two {rng.choice(('numbers', 'integers'))}"
-        ask = rng.choice(asks.split("|")).format(first, second)
+        ask = rng.choice(words.read("sums")["ops"][op][1].split("|")).format(first, second)
         if op == "+" and rng.random() < 0.3:
             drawn = draw_sum(rng)
             found = re.findall(r"(\d+) \+ (\d+) = ", drawn.work[0])
             if len(drawn.work) == len(found) == 1:
                 ask = drawn.question
                 arguments = dict(zip(keys, map(int, found[0]), strict=True))
-        return described_tool(rng, name, about, dict.fromkeys(keys, "integer")), ask, arguments
+        return tool, ask, arguments
     known, slots, parts = bank(), _slots(rng), words.read("sums")["parts"]
     polite, others = words.read("sums")["others"]["polite"], words.read("sums")["keys"]
     verb, noun = rng.choice(known["verbs"]), rng.choice(known["nouns"])
@@ -274,14 +283,11 @@ def draw_request(rng: random.Random) -> tuple[dict[str, Any], str, dict[str, Any
         ask = f"{rng.choice(polite)}{verb} {rng.choice(('the', 'a', 'my'))} {noun} {phrases}."
     types = {renamed[key]: parts[key][0] for key in chosen}
     about = f"{verb.capitalize()} {rng.choice(('the', 'a'))} {noun}{rng.choice(('', '.'))}"
-    made = described_tool(rng, f"{verb}_{noun}", about, types)
+    made = _described(rng, f"{verb}_{noun}", about, types)
     return made, sentence(ask), {renamed[key]: values[key] for key in chosen}
 
 
-def described_tool(
-    rng: random.Random, name: str, about: str, types: dict[str, str]
-) -> dict[str, Any]:
-    """A function as chats describe it."""
+def _described(rng: random.Random, name: str, about: str, types: dict[str, str]) -> dict[str, Any]:
     properties = {key: {"type": kind} for key, kind in types.items()}
     if rng.random() < 0.2:
         properties = {key: entry | {"title": key.title()} for key, entry in properties.items()}
