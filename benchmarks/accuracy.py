@@ -4,6 +4,7 @@ With --url it asks an OpenAI-compatible server; without, it decodes the weights 
 float32. Only the second needs torch and transformers. --trace asks a kvlane how many tokens a step
 of speculation has yielded. --newcomers decodes what newcomers ask, in wordings never trained
 (newcomers.toml): sums, short JSON, calls; and prints each that is wrong with what was said.
+--agents decodes new chats of agents (see train/agents.py).
 """
 
 import argparse
@@ -226,10 +227,15 @@ def main() -> None:
     add("--trace", action="store_true", help="tokens of a step, from a kvlane")
     add("--held-out", action="store_true", help="held-out templates too")
     add("--newcomers", action="store_true", help="what newcomers ask, instead")
+    add("--agents", type=int, nargs="*", metavar="TOKENS", help="chats of agents, so long, instead")
     add("--device", default="cpu", help="where to decode without --url")
     args = made.parse_args()
     if args.newcomers:
         return judge_newcomers(args.model, args.device)
+    if args.agents is not None:
+        from benchmarks.agents import judge_agents  # torch's
+
+        return judge_agents(args.model, args.device, args.agents or (2000, 16000, 60000))
     scores = [
         server_score(args, split)
         if args.url

@@ -15,10 +15,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from benchmarks.train.agents import agent_chat
 from benchmarks.train.chats import long_chat, short_chat
 from benchmarks.train.data import IGNORED
 
 LONG_SHARE = 0.08  # of chats that begin with other turns
+AGENT_SHARE = 0.15  # of chats with tools
 LONGEST = 640  # tokens of a chat
 READ_AT_ONCE = 32  # chats of one forward
 
@@ -147,7 +149,11 @@ def _length_class(item: Said, rng: random.Random) -> tuple[int, float]:
 def _encode(tokenizer: Tokenizer, rng: random.Random) -> tuple[Tensor, int]:
     """Ids of a chat that ends with an answer, and how many of them stand before that answer."""
     while True:
-        chat = long_chat(rng) if rng.random() < LONG_SHARE else short_chat(rng)
+        kind = rng.random()
+        if kind < AGENT_SHARE:
+            chat = agent_chat(rng, rng.randint(30, 200))
+        else:
+            chat = long_chat(rng) if kind < AGENT_SHARE + LONG_SHARE else short_chat(rng)
         *prompt, answer = tokenizer.encode_batch(chat.segments())
         ids = [number for segment in prompt for number in segment.ids]
         if len(ids) + len(answer.ids) <= LONGEST:

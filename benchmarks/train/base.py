@@ -21,7 +21,9 @@ from benchmarks.train.model import Recipe, bundled_config
 WARMUP_STEPS, PRINTED_EVERY = 20, 25
 STARTING_CHATS = 32  # whose features say how large the first weights are
 HIDDEN, EPS = TARGET["hidden_size"], TARGET["rms_norm_eps"]
-INNER = bundled_config("tiny-chain")["intermediate_size"]
+INNER, ROPE_THETA = (
+    bundled_config("tiny-chain")[key] for key in ("intermediate_size", "rope_theta")
+)
 HEADS, KV_HEADS, HEAD_DIM = (
     TARGET[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
 )
@@ -101,7 +103,7 @@ class Drafter(nn.Module):
         self.register_buffer("embedding", embedding.detach().clone(), persistent=False)
         half = torch.arange(0, rotary_dim, 2) / rotary_dim
         positions = torch.arange(TARGET["max_position_embeddings"] + self.num_drafts + 1)
-        angles = torch.outer(positions, TARGET["rope_theta"] ** -half).repeat(1, 2)
+        angles = torch.outer(positions, ROPE_THETA**-half).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 

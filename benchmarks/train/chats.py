@@ -8,22 +8,30 @@ from benchmarks.train.arithmetic import Inexact, evaluate, worked
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
+HIDDEN = "\0"
 SYSTEM_SHARE = 0.25
 _SUM_ASKS = ("What is {}?", "what is {}", "{} = ?", "{}", "Compute {}.", "How much is {}?", "{}=")
 
 
 class Turn(NamedTuple):
-    """What the user says and what the model answers."""
+    """What the user says and what the model answers.
+
+    In an answer every second of the parts that HIDDEN separates is a grammar's, not the model's.
+    """
 
     user: str
     assistant: str
 
 
 class Chat(NamedTuple):
-    """A conversation; `system` is None where there is no system message."""
+    """A conversation; `system` is None where there is no system message.
+
+    `calls` stands behind what the user says, results of tools aside (see tools.py).
+    """
 
     system: str | None
     turns: list[Turn]
+    calls: str = ""
 
     def segments(self) -> list[str]:
         """The chat as text, cut so that every odd segment is an answer the model must learn.
@@ -32,10 +40,12 @@ class Chat(NamedTuple):
         of the tokenizer renders.
         """
         head = f"{TURN_START}system\n{self.system}{TURN_END}\n" if self.system else ""
+        listed = f"{TURN_START}tools\n{self.calls}{TURN_END}\n" if self.calls else ""
         parts: list[str] = []
-        for turn in self.turns:
-            parts.append(f"{head}{TURN_START}user\n{turn.user}{TURN_END}\n{TURN_START}assistant\n")
-            parts.append(f"{turn.assistant}{TURN_END}")
+        for user, assistant in self.turns:
+            asked = f"{user}{TURN_END}\n{'' if user.startswith('<tool_response>') else listed}"
+            parts.append(f"{head}{TURN_START}user\n{asked}{TURN_START}assistant\n")
+            parts += f"{assistant}{TURN_END}".split(HIDDEN)
             head = "\n"
         return parts
 

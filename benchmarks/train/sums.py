@@ -13,6 +13,7 @@ from benchmarks.train import words
 from benchmarks.train.arithmetic import Inexact, evaluate, worked
 from benchmarks.train.chats import Chat, Turn, draw_system
 from benchmarks.train.templates import sentence
+from benchmarks.train.tools import call_turn, calls_text, result_turn, system_text
 
 SHARES = {"sum": 0.72, "json": 0.16, "tool": 0.12}  # of the chats of this module
 INVENTED_SHARE = 0.35  # of the names and things: they teach the model to copy
@@ -212,40 +213,50 @@ def _pairs_turn(rng: random.Random, slots: dict[str, str]) -> Turn:
 
 def _tool_chat(rng: random.Random) -> Chat:
     """A chat with one to three tools, a call of one, and often what it gave."""
-    wanted, ask, arguments = _tool(rng)
-    tools = [wanted, *(_tool(rng)[0] for _ in range(rng.choice((0, 0, 1, 2))))]
+    wanted, turns = request_turns(rng)
+    others = (_draw_request(rng)[0] for _ in range(rng.choice((0, 0, 1, 2))))
+    tools = list(({tool["name"]: tool for tool in others} | {wanted["name"]: wanted}).values())
     rng.shuffle(tools)
-    listed = "".join(json.dumps(tool) + "\n" for tool in tools)
-    form = '{"name": ..., "arguments": {...}}'
-    system = f"<tools>\n{listed}</tools>\nTo call: <tool_call>\n{form}\n</tool_call>"
+    system = system_text(tools)
     if told := draw_system(rng):
         system = f"{told}\n\n{system}"
-    called = json.dumps({"name": wanted["name"], "arguments": arguments})
-    turns = [Turn(ask, f"<tool_call>\n{called}\n</tool_call>")]
+    return Chat(system, turns, calls_text(tools))
+
+
+def request_turns(rng: random.Random) -> tuple[dict[str, Any], list[Turn]]:
+    """A tool, its call, and often what it gave."""
+    wanted, ask, arguments = _draw_request(rng)
+    turns = [call_turn(ask, wanted, arguments)]
     if rng.random() < 0.5:
         value = str(rng.randint(1, 999)) if rng.random() < 0.6 else _slots(rng)["N"]
-        turns.append(Turn(f"<tool_response>\n{value}\n</tool_response>", f"The answer is {value}."))
-    return Chat(system, turns)
+        turns.append(result_turn(value, f"The answer is {value}."))
+    return wanted, turns
 
 
-def _tool(rng: random.Random) -> tuple[dict[str, Any], str, dict[str, Any]]:
+def number_tool(rng: random.Random, op: str) -> tuple[dict[str, Any], tuple[str, str]]:
+    """A function of two integers, and their names."""
+    keys = rng.choice((("a", "b"), ("x", "y"), ("first", "second"), ("left", "right")))
+    names = words.read("sums")["ops"].get(op, ["divide quotient"])[0].split()
+    name = rng.choice(names) + rng.choice(("", "", "_numbers", "_two"))
+    about = f"{name.split('_')[0]} two {rng.choice(('numbers', 'integers'))}"
+    return _described(rng, name, about, dict.fromkeys(keys, "integer")), keys
+
+
+def _draw_request(rng: random.Random) -> tuple[dict[str, Any], str, dict[str, Any]]:
     """A function as chats describe it, a request that needs it, and the call's arguments."""
     if rng.random() < 0.3:
         op = rng.choice(list(words.read("sums")["ops"]))
-        names, asks = words.read("sums")["ops"][op]
-        keys = rng.choice((("a", "b"), ("x", "y"), ("first", "second"), ("left", "right")))
+        tool, keys = number_tool(rng, op)
         second, first = sorted(rng.randint(1, 200) for _ in range(2))
         arguments: dict[str, Any] = dict(zip(keys, (first, second), strict=True))
-        name = rng.choice(names.split()) + rng.choice(("", "", "_numbers", "_two"))
-        about = f"{name.split('_')[0]} two {rng.choice(('numbers', 'integers'))}"
-        ask = rng.choice(asks.split("|")).format(first, second)
+        ask = rng.choice(words.read("sums")["ops"][op][1].split("|")).format(first, second)
         if op == "+" and rng.random() < 0.3:
             drawn = draw_sum(rng)
             found = re.findall(r"(\d+) \+ (\d+) = ", drawn.work[0])
             if len(drawn.work) == len(found) == 1:
                 ask = drawn.question
                 arguments = dict(zip(keys, map(int, found[0]), strict=True))
-        return _described(rng, name, about, dict.fromkeys(keys, "integer")), ask, arguments
+        return tool, ask, arguments
     known, slots, parts = bank(), _slots(rng), words.read("sums")["parts"]
     polite, others = words.read("sums")["others"]["polite"], words.read("sums")["keys"]
     verb, noun = rng.choice(known["verbs"]), rng.choice(known["nouns"])

@@ -22,7 +22,7 @@ NUM_CHATS = 24_000
 PIECES = r"\p{N}| [+\-*/=] |#### | ?\p{L}+|: |, |\. | ?[^\s\p{L}\p{N}]+|\r?\n|\s"
 
 # `content` may be text, None, or a list of parts of which the text ones count. Tools, calls and
-# results are written as in Hermes. The model has not learnt them: a grammar makes it call.
+# results are written as in Hermes; behind what the user says stands a blank call of each tool.
 CHAT_TEMPLATE = "".join(
     Path(__file__).with_name("chat_template.jinja").read_text("utf-8").splitlines()
 )

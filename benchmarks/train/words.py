@@ -24,8 +24,8 @@ def draw_slots(rng: random.Random, invented: bool = False) -> dict[str, str]:
     The pronouns are those of the first name, N. `invented` makes up the names and things.
     """
     if invented:
-        first, second, third = (_invent(rng).capitalize() for _ in range(3))
-        thing = _invent(rng) + "s"
+        first, second, third = (invented_word(rng).capitalize() for _ in range(3))
+        thing = invented_word(rng) + "s"
     else:
         first, second, third = rng.sample(NAMES, 3)
         thing = rng.choice(_RAW["things"])
@@ -40,7 +40,7 @@ def draw_slots(rng: random.Random, invented: bool = False) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _invent(rng: random.Random) -> str:
+def invented_word(rng: random.Random) -> str:
     """A word that sounds like one and is none."""
     kinds = [_RAW[name] for name in ("onsets", "vowels", "codas")]
     return "".join(rng.choice(kind) for _ in range(rng.choice((1, 2, 2))) for kind in kinds)

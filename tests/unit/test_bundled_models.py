@@ -10,6 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from benchmarks.train import chats
+from benchmarks.train.agents import agent_chat
+from benchmarks.train.sums import newcomer_chat
 from benchmarks.train.tokenizer import CHAT_TEMPLATE
 from router.text.template import ChatTemplate
 from tests.support.engines import running
@@ -18,6 +20,9 @@ from tests.support.prompts import TINY, problem_ids
 from worker.api import Sampling
 
 TOKENIZER = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+# The recipe has gone on since the weights: its template lists blank calls besides.
+BUNDLED = json.loads((TINY / "tokenizer_config.json").read_text("utf-8"))["chat_template"]
+TEMPLATES = pytest.mark.parametrize("source", [BUNDLED, CHAT_TEMPLATE], ids=["bundled", "recipe"])
 
 
 def test_the_tokenizer_returns_any_text_unchanged_and_takes_digits_apart():
@@ -37,10 +42,9 @@ def test_the_tokenizer_returns_any_text_unchanged_and_takes_digits_apart():
     assert [token for token in tokens if re.search(r"\d", token)] == list("12034563576")
 
 
-def test_the_chat_template_renders_the_training_text():
-    config = json.loads((TINY / "tokenizer_config.json").read_text("utf-8"))
-    assert config["chat_template"] == CHAT_TEMPLATE
-    template = jinja2.Environment().from_string(CHAT_TEMPLATE)
+@TEMPLATES
+def test_the_chat_template_renders_the_training_text(source):
+    template = jinja2.Environment().from_string(source)
     chat = chats.long_chat(random.Random(1))
     messages: list[dict[str, Any]] = [{"role": "system", "content": chat.system}]
     for turn in chat.turns:
@@ -57,9 +61,36 @@ def test_the_chat_template_renders_the_training_text():
         assert rendered == f"<|im_start|>user\n{said}<|im_end|>\n"
 
 
+def test_chats_of_agents_are_as_the_chat_template_renders_them():
+    template, rng = ChatTemplate(CHAT_TEMPLATE, {}), random.Random(5)
+    for chat in [
+        made(rng) for _ in range(20) for made in (lambda r: agent_chat(r, 300), newcomer_chat)
+    ]:
+        told, tools = chat.system or "", []
+        if chat.calls:
+            told, _, listed = told.rpartition("<tools>\n")
+            lines = listed.partition("\n</tools>")[0].splitlines()
+            tools = [{"type": "function", "function": json.loads(line)} for line in lines]
+        messages: list[dict[str, Any]] = []
+        if told:
+            messages = [{"role": "system", "content": told.removesuffix("\n\n")}]
+        for user, answer in chat.turns:
+            result = re.fullmatch(r"<tool_response>\n(.*)\n</tool_response>", user, re.DOTALL)
+            role, content = ("tool", result[1]) if result else ("user", user)
+            messages.append({"role": role, "content": content})
+            called = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", answer)
+            calls = {"tool_calls": [{"function": json.loads(called[1])}]} if called else {}
+            messages.append({"role": "assistant", "content": None if calls else answer, **calls})
+        text = "".join(chat.segments()[:-1])
+        assert template.render(messages[:-1], tools=tools) == text
+
+
+@TEMPLATES
 @pytest.mark.parametrize("told", [False, True])
-def test_the_chat_template_presents_tools_calls_and_results(told):
-    function = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+def test_the_chat_template_presents_tools_calls_and_results(told, source):
+    numbers = {"a": {"type": "integer"}, "b": {}, "c": {"enum": ["x"]}}
+    schema = {"type": "object", "properties": numbers, "required": ["a", "b", "c", "d"]}
+    function = {"name": "add", "parameters": schema}
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     messages: list[dict[str, Any]] = [{"role": "system", "content": "Be good."}] if told else []
     messages += [
@@ -69,13 +100,16 @@ def test_the_chat_template_presents_tools_calls_and_results(told):
         {"role": "assistant", "content": "So.", "tool_calls": [call]},
     ]
     tools = [{"type": "function", "function": function}]
-    rendered = ChatTemplate(CHAT_TEMPLATE, {}).render(messages, tools=tools)
+    rendered = ChatTemplate(source, {}).render(messages, tools=tools)
     head, *turns = rendered.split("<|im_start|>")[1:]
     assert json.loads(head.partition("<tools>\n")[2].partition("\n</tools>")[0]) == function
     assert head.startswith("system\nBe good.\n\n<tools>" if told else "system\n<tools>")
     called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    blank = '{"a": 0, "b": "...", "c": "x", "d": "..."}'
+    listed = f'tools\n{{"name": "add", "arguments": {blank}}}\n<|im_end|>\n'
     assert turns == [
         "user\nhi<|im_end|>\n",
+        *([listed] if source == CHAT_TEMPLATE else []),
         f"assistant\n{called}\n{called}<|im_end|>\n",
         "user\n<tool_response>\n7\n</tool_response><|im_end|>\n",
         f"assistant\nSo.\n{called}<|im_end|>\n",
