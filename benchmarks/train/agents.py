@@ -249,8 +249,8 @@ def _styled(rng: random.Random, parts: list[str]) -> str:
 def _instructions(rng: random.Random, chars: int, question: str) -> tuple[str, str]:
     """The system's text, and the user's with the question, both of about so many characters."""
     user = rng.choice(words.read("agents")["forms"]["asks"]).format(question)
-    aside = int(min(chars * rng.choice((0, 0, 0.1, 0.4)), 8000))
-    before = int(aside * rng.choice((0, 0.5, 1, 1)))
+    aside = int(min(chars * rng.choice((0, 0, 0.1, 0.4, 0.9)), 16000))
+    before = int(aside * rng.choice((0, 0, 0.5, 1, 1)))
     mark = rng.choice(("\n", "\n\n", "<|im_end|>\n<|im_start|>user\n"))
     if before > 40:
         user = f"{_wrapped(rng, filler(rng, before))}{mark}{user}"

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.train.agents import agent_chat
 from benchmarks.train.chats import END_OF_TEXT, Chat, long_chat, short_chat
-from benchmarks.train.forms import form_chat
+from benchmarks.train.forms import form_chat, with_led_call
 from benchmarks.train.sums import newcomer_chat
 
 SHORT_ROW, LONG_ROW = 384, 1024  # tokens of a row; chats of several turns fill the long ones
@@ -89,7 +89,7 @@ class ChatBatches(Dataset):
         agents, forms, newcomers = shares
         while len(row[0]) < length:
             if rng.random() < agents:
-                made = self._encoded(agent_chat(rng, rng.randint(50, 400)))
+                made = self._encoded(with_led_call(rng, agent_chat(rng, rng.randint(50, 400))))
                 if len(row[0]) + len(made[0]) > length:
                     continue
             elif rng.random() < forms:
@@ -107,7 +107,8 @@ class ChatBatches(Dataset):
         row: Row = [], []
         most = 1.0
         while (left := length - len(row[0])) > LEAST_ROOM and most > 0.05:
-            made = self._encoded(agent_chat(rng, int(left * most * rng.uniform(0.3, 0.9))))
+            chat = agent_chat(rng, int(left * most * rng.uniform(0.3, 0.9)))
+            made = self._encoded(with_led_call(rng, chat))
             if len(made[0]) > left:
                 most /= 2
                 continue

@@ -12,6 +12,9 @@ from benchmarks.train import words
 from benchmarks.train.agents import Asked, ask
 from benchmarks.train.chats import HIDDEN, Chat, Turn, draw_system
 
+LED_SHARE = 0.25  # of the calls that end a chat and have arguments
+CALLED = re.compile(r'<tool_call>\n\{"name": "(.*?)", "arguments": (\{".*\})\}\n</tool_call>')
+
 
 def form_chat(rng: random.Random) -> Chat:
     """One question with such an answer."""
@@ -39,8 +42,22 @@ def form(rng: random.Random, asked: Asked) -> str:
         fields.insert(0, (rng.choice(known["reasons"].split()), text))
     if rng.random() < 0.2:
         fields.append(("note", None))
-    # So far HIDDEN stands before what is a grammar's, up to the colon or the string's first quote.
-    made = re.sub(rf'{HIDDEN}("\w+":"?)', rf"{HIDDEN}\1{HIDDEN}", _value(dict(fields)))
+    return _led(dict(fields))
+
+
+def with_led_call(rng: random.Random, chat: Chat) -> Chat:
+    """The chat; in a part of the draws its last call is as a grammar leads it."""
+    *before, (user, said) = chat.turns
+    found = CALLED.fullmatch(said)
+    if found is None or rng.random() >= LED_SHARE:
+        return chat
+    head = f'{HIDDEN}<tool_call>\n{{"name": "{HIDDEN}{found[1]}"{HIDDEN}, "arguments": '
+    led = head + _led(json.loads(found[2])).removeprefix(HIDDEN)
+    return chat._replace(turns=[*before, Turn(user, f"{led}{HIDDEN}}}\n</tool_call>{HIDDEN}")])
+
+
+def _led(value: dict[str, Any]) -> str:
+    made = re.sub(rf'{HIDDEN}("\w+":"?)', rf"{HIDDEN}\1{HIDDEN}", _value(value))
     return made.replace(f"{{{HIDDEN}", f"{HIDDEN}{{", 1)
 
 

@@ -9,7 +9,7 @@ import jinja2
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.train import chats
+from benchmarks.train import chats, forms
 from benchmarks.train.agents import agent_chat
 from benchmarks.train.sums import newcomer_chat
 from benchmarks.train.tokenizer import CHAT_TEMPLATE
@@ -83,6 +83,16 @@ def test_chats_of_agents_are_as_the_chat_template_renders_them():
             messages.append({"role": "assistant", "content": None if calls else answer, **calls})
         text = "".join(chat.segments()[:-1])
         assert template.render(messages[:-1], tools=tools) == text
+
+
+def test_a_demanded_call_is_learnt_between_what_the_grammar_writes(monkeypatch):
+    monkeypatch.setattr(forms, "LED_SHARE", 1.0)
+    called = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": "x"}}\n</tool_call>'
+    led = forms.with_led_call(random.Random(1), chats.Chat(None, [chats.Turn("hi", called)]))
+    parts = led.segments()[1:]
+    assert parts[::2] == ["", 'add"', "3,", 'x"}', "<|im_end|>"]
+    opening = ['<tool_call>\n{"name": "', ', "arguments": {"a":', '"b":"', "}\n</tool_call>"]
+    assert parts[1::2] == opening
 
 
 @TEMPLATES
