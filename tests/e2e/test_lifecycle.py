@@ -184,7 +184,8 @@ def test_a_placement_that_cannot_be_met_says_what_is_missing(
     """On a Ray that it joins, and on one of its own, which ends with it."""
     serve: Serve = clusters.made() if joins else request.getfixturevalue("serve")
     before = processes()
-    serve.start("--set", "prefill.resources={rdma: 1}")
+    least = "--set", "cluster.placement_timeout_s=3"
+    serve.start("--set", "prefill.resources={rdma: 1}", *least)
     assert serve.wait() == 1
     assert "prefill-0 needs CPU 1, rdma 1: no node has any rdma" in serve.output
     assert "Traceback" not in serve.output

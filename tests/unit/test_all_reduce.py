@@ -219,7 +219,7 @@ else:
     @pytest.mark.parametrize("world", [3, *pairwise.in_whole((2,))])
     def test_sums_are_those_of_the_ranks_in_their_order(world: int) -> None:
         digests = torch.zeros(world, dtype=torch.int64).share_memory_()
-        num_calls = 300 if pairwise.whole else 12  # each algorithm and dtype
+        num_calls = 300 if pairwise.whole else 5  # each algorithm and dtype
         run_ranks(sum_everything, regions_of(world), digests, num_calls, num_ranks=world)
         assert digests[0] != 0
         assert (digests == digests[0]).all()
