@@ -31,12 +31,8 @@ def bundled_config(name: str) -> dict[str, Any]:
     return json.loads((ASSETS / name / "config.json").read_text("utf-8"))
 
 
-CONFIG: dict[str, Any] = bundled_config("tiny") | {
-    "intermediate_size": 384,  # 4.8 MB
-    "rope_theta": 1e6,  # reaches all its positions
-}
-CONFIGS: dict[str, dict[str, Any]] = {"tiny": CONFIG} | {
-    name: bundled_config(name) for name in ("tiny-hybrid", "tiny-moe", "tiny-hybrid-moe")
+CONFIGS: dict[str, dict[str, Any]] = {
+    name: bundled_config(name) for name in ("tiny", "tiny-hybrid", "tiny-moe", "tiny-hybrid-moe")
 }
 
 

@@ -15,8 +15,9 @@ from benchmarks.train.chats import (
     long_chat,
     short_chat,
 )
-from benchmarks.train.model import CONFIG
+from benchmarks.train.model import bundled_config
 
+CONFIG = bundled_config("tiny")
 NUM_CHATS = 24_000
 # One digit; a sign with its spaces; a word with its space; other signs; a line break; spaces.
 PIECES = r"\p{N}| [+\-*/=] |#### | ?\p{L}+|: |, |\. | ?[^\s\p{L}\p{N}]+|\r?\n|\s"

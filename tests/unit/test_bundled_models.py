@@ -20,9 +20,6 @@ from tests.support.prompts import TINY, problem_ids
 from worker.api import Sampling
 
 TOKENIZER = Tokenizer.from_file(str(TINY / "tokenizer.json"))
-# The recipe has gone on since the weights: its template lists blank calls besides.
-BUNDLED = json.loads((TINY / "tokenizer_config.json").read_text("utf-8"))["chat_template"]
-TEMPLATES = pytest.mark.parametrize("source", [BUNDLED, CHAT_TEMPLATE], ids=["bundled", "recipe"])
 
 
 def test_the_tokenizer_returns_any_text_unchanged_and_takes_digits_apart():
@@ -42,9 +39,10 @@ def test_the_tokenizer_returns_any_text_unchanged_and_takes_digits_apart():
     assert [token for token in tokens if re.search(r"\d", token)] == list("12034563576")
 
 
-@TEMPLATES
-def test_the_chat_template_renders_the_training_text(source):
-    template = jinja2.Environment().from_string(source)
+def test_the_chat_template_renders_the_training_text():
+    config = json.loads((TINY / "tokenizer_config.json").read_text("utf-8"))
+    assert config["chat_template"] == CHAT_TEMPLATE
+    template = jinja2.Environment().from_string(CHAT_TEMPLATE)
     chat = chats.long_chat(random.Random(1))
     messages: list[dict[str, Any]] = [{"role": "system", "content": chat.system}]
     for turn in chat.turns:
@@ -95,9 +93,8 @@ def test_a_demanded_call_is_learnt_between_what_the_grammar_writes(monkeypatch):
     assert parts[1::2] == opening
 
 
-@TEMPLATES
 @pytest.mark.parametrize("told", [False, True])
-def test_the_chat_template_presents_tools_calls_and_results(told, source):
+def test_the_chat_template_presents_tools_calls_and_results(told):
     numbers = {"a": {"type": "integer"}, "b": {}, "c": {"enum": ["x"]}}
     schema = {"type": "object", "properties": numbers, "required": ["a", "b", "c", "d"]}
     function = {"name": "add", "parameters": schema}
@@ -110,16 +107,15 @@ def test_the_chat_template_presents_tools_calls_and_results(told, source):
         {"role": "assistant", "content": "So.", "tool_calls": [call]},
     ]
     tools = [{"type": "function", "function": function}]
-    rendered = ChatTemplate(source, {}).render(messages, tools=tools)
+    rendered = ChatTemplate(CHAT_TEMPLATE, {}).render(messages, tools=tools)
     head, *turns = rendered.split("<|im_start|>")[1:]
     assert json.loads(head.partition("<tools>\n")[2].partition("\n</tools>")[0]) == function
     assert head.startswith("system\nBe good.\n\n<tools>" if told else "system\n<tools>")
     called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     blank = '{"a": 0, "b": "...", "c": "x", "d": "..."}'
-    listed = f'tools\n{{"name": "add", "arguments": {blank}}}\n<|im_end|>\n'
     assert turns == [
         "user\nhi<|im_end|>\n",
-        *([listed] if source == CHAT_TEMPLATE else []),
+        f'tools\n{{"name": "add", "arguments": {blank}}}\n<|im_end|>\n',
         f"assistant\n{called}\n{called}<|im_end|>\n",
         "user\n<tool_response>\n7\n</tool_response><|im_end|>\n",
         f"assistant\nSo.\n{called}<|im_end|>\n",
