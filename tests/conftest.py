@@ -1,6 +1,6 @@
 """What all tests share: how the processes of pytest-xdist divide them, products, the gpu marker.
 
-With `-n 4`, what has costly fixtures stays together: a module is run by one process, one of SPLIT
+With `-n 3`, what has costly fixtures stays together: a module is run by one process, one of SPLIT
 by any of them, test by test. What starts clusters is run one after another, as these have fixed
 ports and look at what is left of processes: by two processes where each is in namespaces of its
 own (those with a Ray of their own, and those that share one), else by one.

@@ -78,6 +78,7 @@ def test_ways_to_multiply_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {row["case"] for row in rows if "case" in row} >= {"m=4, step", "m=4, head"}
 
 
+@pytest.mark.whole  # processes that import everything anew
 def test_ranks_sum_by_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = "--device cpu --ranks 2 --sizes 8192 --rows 3 --hidden 256 --calls 1 --replays 1"
     found = ran("all_reduce", tmp_path, monkeypatch, asked)

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def test_a_few_steps_lower_the_loss_and_leave_a_checkpoint_of_the_bundled_form(
     kind: type[Drafter], gain: float, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base, "STARTING_CHATS", 4)
-    lesson = Lesson(steps=6, batch=2, round=8, passes=2)
+    lesson = Lesson(steps=6, batch=2, round=4, passes=3)
     drafter, losses = train_drafter(kind, Speaker(target, kind.taps), TOKENIZER, lesson)
     assert sum(losses[-2:]) < gain * sum(losses[:2]), losses
     save(drafter.state_dict(), tmp_path, config=drafter.config)
@@ -113,13 +114,18 @@ def test_a_few_steps_lower_the_loss_and_leave_a_checkpoint_of_the_bundled_form(
     assert (tmp_path / "config.json").read_text("utf-8") == config
 
 
+@cache
+def said_by(target: Any, kind: type[Drafter]) -> list[Said]:
+    return Speaker(target, kind.taps).said(TOKENIZER, random.Random(3), 4)
+
+
 @pytest.mark.parametrize(("kind", "at"), [(ChainDrafter, 0), (BlockDrafter, 0), (BlockDrafter, 1)])
 def test_anchors_draft_together_as_one_after_the_other_does(kind, at, target):
     """Against the references of served drafters, which see one anchor and the text before it."""
     is_chain = kind is ChainDrafter
     refer, name = (ChainReference, "chain") if is_chain else (DFlashReference, "dflash")
     reference = refer(TINY, TINY.with_name(f"tiny-{name}"))
-    said = Speaker(target, kind.taps).said(TOKENIZER, random.Random(3), 4)
+    said = said_by(target, kind)
     batch = set_right(said, kind.num_drafts)
     with torch.inference_mode():
         together = torch.stack(list(bundled(kind, target).learn(batch, at)))

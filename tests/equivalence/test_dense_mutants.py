@@ -228,7 +228,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("law", "case", "where", "old", "new"), one_in(4, CASES))
+@pytest.mark.parametrize(("law", "case", "where", "old", "new"), one_in(8, CASES))
 def test_a_feature_left_out_is_red(
     law: Law,
     case: str,

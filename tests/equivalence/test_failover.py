@@ -221,7 +221,7 @@ def change(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, old: str, n
     monkeypatch.setattr(owner, method, made[method])
 
 
-@pytest.mark.parametrize("name", one_in(4, MUTANTS))
+@pytest.mark.parametrize("name", one_in(8, MUTANTS))
 @pytest.mark.parametrize("served", SERVED[:1], indirect=True, ids=str)
 def test_a_mutant_is_red(served: Served, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, method, old, new, kind = MUTANTS[name]

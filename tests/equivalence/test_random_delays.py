@@ -78,9 +78,8 @@ def test_delays_change_not_a_bit(seed: int, mixed: Plain) -> None:
 @pytest.mark.parametrize(
     ("seed", "num_groups", "first_token"),
     [
-        (None, 2, "prefill"),
         (5, 2, "decode"),
-        *in_whole((3, 1, "prefill")),
+        *in_whole((None, 2, "prefill"), (3, 1, "prefill")),
         *in_whole((None, 1, "decode"), (4, 1, "prefill"), (3, 2, "prefill"), (4, 2, "decode")),
     ],
 )
@@ -163,7 +162,8 @@ def test_the_same_check_fails_when_layer_groups_are_told_early(left: Plain) -> N
     ("owner", "name", "wrong", "slowest", "num_groups"),
     [
         (PageAllocator, "free", free_at_once, DECODE, 2),
-        (Step, "wait", wait_for_tokens_only, PREFILL, 1),  # groups have events of their own
+        # Groups have events of their own.
+        *in_whole((Step, "wait", wait_for_tokens_only, PREFILL, 1)),
     ],
 )
 def test_the_same_check_fails_without_the_fence(owner, name, wrong, slowest, num_groups, left):

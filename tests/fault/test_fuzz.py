@@ -30,7 +30,7 @@ def judge(of: str, seed: int, breaches: list[str], sent: object, place: Path) ->
 
 
 def test_wrong_requests_harm_nobody(clusters: Clusters, place: Path) -> None:
-    num = 0 if pairwise.whole else 400
+    num = 0 if pairwise.whole else 250
     with watching(clusters.lend(*BRIEF), UNDISTURBED_S) as watched:
         fuzzing = fuzz_http.fuzz(watched, seconds=SECONDS, num=num, seed=12)
         answers, took_s = asyncio.run(fuzzing)
