@@ -9,6 +9,7 @@ from tests.support.products import noise
 from tests.unit.test_packed_products import BF16, F16, NUMBERS, experts, packed, products
 from worker.ops.experts.product import expert_products, expert_products_ref
 from worker.ops.packed import packed_product, worth
+from worker.ops.packed_triton import takes
 
 pytestmark = pytest.mark.gpu(1)
 FORMS = [(name, dtype) for name in NUMBERS for dtype in (BF16, F16)]
@@ -48,7 +49,7 @@ def test_products_are_near_and_rows_depend_on_themselves(
     found = packed_product(x, *held)
     exact = x.double() @ worth(*held)[:, :k].double().t()
     assert ((found - exact).norm(dim=-1) <= 2**-8 * exact.norm(dim=-1)).all()
-    if m <= 64:
+    if m <= 64 and takes(x, held[1]):
         assert torch.equal(packed_product(x[-1:].contiguous(), *held), found[-1:])
 
 

@@ -15,7 +15,7 @@ from worker.ops import packed_triton
 from worker.ops.experts import product_triton
 from worker.ops.experts.product import expert_products_ref
 from worker.ops.experts.route import new_load, route_ref
-from worker.ops.packed import as_packed, packed_product_ref, worth
+from worker.ops.packed import as_lines, as_packed, bytes_of, packed_product_ref, worth
 from worker.ops.packed_triton import choose_packed, packed_gemm, steps_of
 from worker.ops.product import MAX_PARTIALS
 from worker.ops.scaled import E4M3
@@ -39,7 +39,7 @@ def packed(name: str, *shape: int, seed: int = 1) -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(seed)
     *lead, k = shape
     groups = k // group if group else 1
-    values = torch.randint(0, 256, (*lead, -(-k // 2)), generator=generator, dtype=torch.uint8)
+    values = torch.randint(0, 256, (*lead, bytes_of(k)), generator=generator, dtype=torch.uint8)
     sizes = (torch.rand(*lead, groups, generator=generator) * 4 - 6).exp2()
     scales = (sizes.log2().round() + 127).to(kind) if kind == torch.uint8 else sizes.to(kind)
     zeros = torch.randint(0, 16, scales.shape, generator=generator, dtype=torch.uint8)
@@ -49,14 +49,21 @@ def packed(name: str, *shape: int, seed: int = 1) -> tuple[Any, ...]:
 
 def test_a_number_is_what_the_formats_say() -> None:
     """By hand: the examples of their documents."""
-    two = torch.tensor([[0x5A, 0x7F]], dtype=torch.uint8)
+    two = as_lines(torch.tensor([[0x5A, 0x7F]], dtype=torch.uint8))
     of_127 = torch.tensor([[127]], dtype=torch.uint8)
-    assert worth(two, of_127).tolist() == [[-1.0, 3.0, -6.0, 6.0]]
-    assert worth(two, of_127 - 2).tolist() == [[-0.25, 0.75, -1.5, 1.5]]
-    assert worth(two[:, :1], of_127 * 0).tolist() == [[-(2.0**-127), 3 * 2.0**-127]]
+    assert worth(two, of_127)[:, :4].tolist() == [[-1.0, 3.0, -6.0, 6.0]]
+    assert worth(two, of_127 - 2)[:, :4].tolist() == [[-0.25, 0.75, -1.5, 1.5]]
+    assert worth(two, of_127 * 0)[:, :2].tolist() == [[-(2.0**-127), 3 * 2.0**-127]]
     scales, zeros = torch.tensor([[0.5]]), torch.tensor([[7]], dtype=torch.uint8)
-    assert worth(torch.tensor([[0x09]], dtype=torch.uint8), scales, zeros).tolist() == [[1.0, -3.5]]
-    assert worth(torch.tensor([[0xF0]], dtype=torch.uint8), scales).tolist() == [[-4.0, 3.5]]
+    assert worth(two, scales, zeros)[:, :4].tolist() == [[1.5, -1.0, 4.0, 0.0]]
+    assert worth(two, scales)[:, :4].tolist() == [[1.0, -1.5, 3.5, -0.5]]
+
+
+def test_lines_have_four_numbers_in_16_bits() -> None:
+    columns = torch.arange(34) % 16
+    lines = as_lines((columns[::2] | columns[1::2] << 4).to(torch.uint8))
+    assert lines.view(torch.uint16).tolist()[:9] == [*(0x8080 + 0x1111 * i for i in range(8)), 0]
+    assert len(lines) == bytes_of(33) == 32
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.uint8, E4M3])
@@ -134,7 +141,7 @@ if INTERPRETED:
             ("awq", 17, (64, 256), 1, F16),
             ("rows", 1, (32, 99), 1, BF16),
             ("mxfp4", 3, (64, 96), 2, BF16),
-            ("nvfp4", 3, (48, 80), 1, BF16),
+            ("nvfp4", 3, (48, 96), 1, BF16),
             *in_whole(
                 *((name, m, (n, 256), split, dtype)
                   for name in NUMBERS for m in (1, 40) for n in (64, 100) for split in (1, 2)

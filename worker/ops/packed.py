@@ -1,7 +1,8 @@
 """Products of weights in four bits, y = x Wᵀ, whose x stays in 16: what the numbers are worth.
 
-In memory all formats are alike: two numbers in a byte, the former in the low bits, and a scale for
-every group of a row's columns. What its dtype is says what the numbers are:
+In memory all formats are alike: of every LINE columns 16 bits have the numbers of four, i, i + 8,
+i + 16 and i + 24, from the lowest bits on; and every group of a row's columns has a scale. What its
+dtype is says what the numbers are:
 
     scales   a number is                            |
     any float  (q - zero) · scale                   zero: 8, or one a group
@@ -20,6 +21,7 @@ from worker.ops.op import op
 from worker.ops.scaled import E4M3, multiplies_eight_bits
 
 E8M0_BIAS, ZERO = 127, 8
+LINE = 32  # columns; kernels multiply its quarters apart, so they read x as it lies
 POSITIVE = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
 CODES = torch.tensor([*POSITIVE, *(-code for code in POSITIVE)])
 
@@ -27,12 +29,13 @@ CODES = torch.tensor([*POSITIVE, *(-code for code in POSITIVE)])
 def worth(
     values: Tensor, scales: Tensor, zeros: Tensor | None = None, factors: Tensor | None = None
 ) -> Tensor:
-    """The numbers, f32 [.., n, 2 · bytes].
+    """The numbers, f32 [.., n, 2 · bytes], whose last belong to no column if lines are padded.
 
-    values: u8 [.., n, bytes]; scales: [.., n, groups]; zeros: u8, of their shape; factors: f32
-    [.., n, 1].
+    values: u8 [.., n, bytes], whole lines; scales: [.., n, groups]; zeros: u8, of their shape;
+    factors: f32 [.., n, 1].
     """
-    q = torch.stack((values & 15, values >> 4), -1).flatten(-2)
+    lines = values.unflatten(-1, (-1, LINE // 4, 2))
+    q = torch.stack((lines & 15, lines >> 4), -1).movedim(-3, -1).flatten(-4)
     groups = q.unflatten(-1, (scales.shape[-1], -1))
     if scales.dtype == torch.uint8:
         steps = torch.ones_like(scales, dtype=torch.float32).ldexp(scales.int() - E8M0_BIAS)
@@ -99,7 +102,25 @@ def as_packed(w: Tensor, groups: int, kind: torch.dtype) -> tuple[Tensor, Tensor
     return _paired(q), scales.squeeze(-1), factors
 
 
+def bytes_of(columns: int) -> int:
+    """Of a row, whose last line may be padded."""
+    return -(-columns // LINE) * (LINE // 2)
+
+
 def _paired(q: Tensor) -> Tensor:
-    """u8 [.., k / 2] of numbers [.., k] of four bits."""
-    q = q.to(torch.uint8)
-    return q[..., ::2] | q[..., 1::2] << 4
+    """u8 [.., bytes] of numbers [.., k] of four bits, in whole lines."""
+    q = _lines(q.to(torch.uint8), LINE)
+    return torch.stack(tuple(q[..., i, :] | q[..., i + 1, :] << 4 for i in (0, 2)), -1).flatten(-3)
+
+
+def as_lines(pairs: Tensor) -> Tensor:
+    """u8 [.., bytes] in whole lines, of bytes with neighbours' numbers, the former in low bits."""
+    pairs = _lines(pairs, LINE // 2)
+    first, second = pairs[..., ::2, :], pairs[..., 1::2, :]
+    even, odd = first & 15 | second << 4, first >> 4 | second & 240
+    return torch.stack((even, odd), -1).movedim(-3, -1).flatten(-4)
+
+
+def _lines(x: Tensor, size: int) -> Tensor:
+    """[.., lines, 4, size / 4] of x [.., k], padded."""
+    return F.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, 4, size // 4))

@@ -5,11 +5,12 @@ are scaled in f32; of e2m1 the code times its group's scale. So a product differ
 definition by the order of its f32 additions alone. That order follows from the weights' shape up to
 OWN_ROWS rows of x, and a row's result depends on that row alone, bit for bit.
 
-Tiles are chosen by shape, and not tuned yet.
+Tiles are chosen by shape: on an H200 two groups of four warps a tile are ahead of one.
 """
 
 import math
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from worker.ops.skinny_triton import DTYPES, SkinnyTile, store_sums
 
 # What the numbers are, by the dtype of their scales; other dtypes: integers.
 INTEGERS, KINDS = 0, {torch.uint8: 1, E4M3: 2}
-PROGRAMS = 132  # of a product with few rows, at least: a multiprocessor of an H200 has one
+PROGRAMS = 192  # of a product with few rows, at least: more than an H200 has multiprocessors
 
 
 @triton.jit
@@ -33,6 +34,26 @@ def _of_bits(bits, dtype):
     return bits.to(tl.uint16).to(dtype, bitcast=True)
 
 
+def _places(text: str, **words: str) -> Any:
+    """A constant of kernels: assembly for each four bits of 16."""
+    for name, word in words.items():
+        text = text.replace(name, word)
+    return tl.constexpr(tuple(text.replace("PLACE", str(4 * place)) for place in range(4)))
+
+
+# Of each 16 bits, two of which are in a register, four as a number of 16: 128 + them in bf16,
+# 1024 + them in f16; or as a code of e2m1, whose exponent lacks a bias.
+INTEGER = "{ .reg .b32 t; shr.b32 t, $1, PLACE; lop3.b32 $0, t, 0x000F000F, POWER, 0xEA; }"
+CODE = (
+    "{ .reg .b32 s, t; shr.b32 t, $1, PLACE; shl.b32 s, t, 12; and.b32 s, s, 0x80008000; "
+    "shl.b32 t, t, LEFT; lop3.b32 $0, t, MASK, s, 0xEA; }"
+)
+INTEGER_BF16 = _places(INTEGER, POWER="0x43004300")
+INTEGER_F16 = _places(INTEGER, POWER="0x64006400")
+CODE_BF16 = _places(CODE, MASK="0x01C001C0", LEFT="6")
+CODE_F16 = _places(CODE, MASK="0x0E000E00", LEFT="9")
+
+
 @triton.jit
 def _plus_power(q, dtype):
     """128 + q in bf16, 1024 + q in f16, of q below 16."""
@@ -41,29 +62,65 @@ def _plus_power(q, dtype):
 
 
 @triton.jit
-def _code(q, dtype):
-    """e2m1's number: sign, exponent and the one bit behind it where `dtype` has its own."""
-    place = 6 if dtype == tl.bfloat16 else 9
-    bias = 2.0**126 if dtype == tl.bfloat16 else 2.0**14
-    wide = q.to(tl.uint16)
-    return _of_bits((wide & 8) << 12 | (wide & 7) << place, dtype) * bias  # pyright: ignore
+def _number(four, place: tl.constexpr, dtype, KIND: tl.constexpr):
+    """What four bits of 16 are, but for zero points and e2m1's bias."""
+    if INTERPRETED:
+        four = four >> (4 * place)
+    if KIND == 0:
+        if INTERPRETED:
+            return _plus_power(four & 15, dtype)  # pyright: ignore
+        ASM: tl.constexpr = INTEGER_BF16 if dtype == tl.bfloat16 else INTEGER_F16
+    else:
+        if INTERPRETED:
+            left = 6 if dtype == tl.bfloat16 else 9
+            return _of_bits((four & 8) << 12 | (four & 7) << left, dtype)  # pyright: ignore
+        ASM: tl.constexpr = CODE_BF16 if dtype == tl.bfloat16 else CODE_F16
+    found = tl.inline_asm_elementwise(ASM[place], "=r,r", [four], tl.uint16, is_pure=True, pack=2)
+    return _of_bits(found, dtype)  # pyright: ignore
+
+
+@triton.jit
+def _steps(
+    scales, rows, first, K, dtype, NUM: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr
+):
+    """What a quarter's numbers are multiplied by, [rows, NUM · 8]; first: its column of line 0."""
+    at = first + tl.arange(0, NUM) * 32
+    inside = (at < K)[None, :]
+    spot = scales + rows[:, None] * (K // GROUP) + (at // GROUP)[None, :]
+    if KIND == 1:  # a power of two: the bits of an exponent, or the largest subnormal's
+        bits = tl.load(spot, mask=inside, other=0).to(tl.uint16)
+        found = _of_bits(tl.where(bits == 0, 64, bits << 7), dtype)  # pyright: ignore
+    else:
+        found = tl.load(spot, mask=inside, other=0.0).to(tl.float32 if INTERPRETED else dtype)
+    ROWS: tl.constexpr = found.shape[0]
+    return tl.reshape(tl.broadcast_to(found[:, :, None], (ROWS, NUM, 8)), (ROWS, NUM * 8))
+
+
+@triton.jit
+def _dot(numbers, x_tile, sums):
+    """sums + numbers [rows, columns] times x_tile [tokens, columns] transposed."""
+    if INTERPRETED:
+        numbers, x_tile = numbers.to(tl.float32), x_tile.to(tl.float32)
+    return tl.dot(numbers, tl.trans(x_tile), sums)
 
 
 @triton.jit
 def multiply_packed(
-    acc, x_tile, rows, begin, values, scales, zeros, K, dtype,
+    acc, x_at, here, rows, begin, values, scales, zeros, K, dtype,
     BLOCK_K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """acc + the numbers of `rows` of BLOCK_K columns from `begin` on, times x_tile transposed.
+    """acc + the numbers of `rows` of BLOCK_K columns from `begin` on, times x transposed.
 
-    acc: f32 [rows, tokens]; x_tile: [tokens, BLOCK_K], zero beyond K; values, scales, zeros: see
-    packed.worth, contiguous. GROUP: columns of a scale, which of integers no step passes; 0: all.
+    acc: f32 [rows, tokens]; x_at: [tokens, 1], of columns 0; here: [tokens, 1], which there are;
+    values: u16, two bytes of packed.worth's; scales, zeros: see there. GROUP: columns of a scale,
+    which of integers no step passes; 0: all.
     """
     ROWS: tl.constexpr = acc.shape[0]
-    at = begin // 2 + tl.arange(0, BLOCK_K // 2)
-    spot = values + rows[:, None] * ((K + 1) // 2) + at[None, :]
-    two = tl.load(spot) if EVEN_K else tl.load(spot, mask=(2 * at < K)[None, :], other=0)
-    q = tl.reshape(tl.join(two & 15, two >> 4), (ROWS, BLOCK_K))
+    NUM: tl.constexpr = BLOCK_K // 32
+    of_line = tl.arange(0, NUM * 8)
+    column = begin + (of_line // 8 * 32 + of_line % 8)
+    spot = values + rows[:, None] * ((K + 31) // 32 * 8) + (begin // 4 + of_line)[None, :]
+    four = tl.load(spot) if EVEN_K else tl.load(spot, mask=(column < K)[None, :], other=0)
     if KIND == 0:
         group, num_groups = begin * 0, 1
         if GROUP:
@@ -71,30 +128,38 @@ def multiply_packed(
         of_group = rows * num_groups + group
         there = group < num_groups
         if zeros is None:
-            zero = tl.full((ROWS,), 8, tl.uint8)
+            zero = tl.full((ROWS,), 8, tl.uint16)
         else:
-            zero = tl.load(zeros + of_group, mask=there, other=8)
-        numbers = _plus_power(q, dtype) - _plus_power(zero, dtype)[:, None]  # pyright: ignore
-        scale = tl.load(scales + of_group, mask=there, other=0.0).to(tl.float32)
+            zero = tl.load(zeros + of_group, mask=there, other=8).to(tl.uint16)
+        less = _plus_power(zero, dtype)[:, None]  # pyright: ignore
+        scale = tl.load(scales + of_group, mask=there, other=0.0).to(tl.float32)[:, None]
+        sums = tl.zeros(acc.shape, tl.float32)
     else:
-        NUM: tl.constexpr = BLOCK_K // GROUP
-        groups = begin // GROUP + tl.arange(0, NUM)
-        of_groups = scales + rows[:, None] * (K // GROUP) + groups[None, :]
-        inside = (groups * GROUP < K)[None, :]
-        if KIND == 1:  # a power of two: the bits of an exponent, or the largest subnormal's
-            bits = tl.load(of_groups, mask=inside, other=0).to(tl.uint16)
-            steps = _of_bits(tl.where(bits == 0, 64, bits << 7), dtype)  # pyright: ignore
+        unit = 2.0**126 if dtype == tl.bfloat16 else 2.0**14
+        bias = tl.full((1, 1), unit, tl.float32 if INTERPRETED and dtype == tl.bfloat16 else dtype)
+        steps = _steps(scales, rows, begin, K, dtype, NUM, GROUP, KIND)  # pyright: ignore
+        sums = acc
+    if NUM == 1:  # a step of 32 columns: too few for products of quarters
+        pair = tl.join(_number(four, 0, dtype, KIND), _number(four, 2, dtype, KIND))  # pyright: ignore
+        other = tl.join(_number(four, 1, dtype, KIND), _number(four, 3, dtype, KIND))  # pyright: ignore
+        numbers = tl.reshape(tl.permute(tl.join(pair, other), (0, 2, 3, 1)), (ROWS, 32)) - less
+        at = begin + tl.arange(0, 32)
+        known = here if EVEN_K else here & (at < K)[None, :]
+        x_tile = tl.load(x_at + at[None, :], mask=known, other=0.0)
+        sums = _dot(numbers, x_tile, sums)  # pyright: ignore
+    for place in tl.static_range(4 if NUM > 1 else 0):
+        at = column + 8 * place
+        known = here if EVEN_K else here & (at < K)[None, :]
+        x_tile = tl.load(x_at + at[None, :], mask=known, other=0.0)
+        numbers = _number(four, place, dtype, KIND)  # pyright: ignore
+        if KIND == 0:
+            numbers -= less
         else:
-            steps = tl.load(of_groups, mask=inside, other=0.0).to(
-                tl.float32 if INTERPRETED else dtype
-            )
-        codes = tl.reshape(_code(q, dtype), (ROWS, NUM, GROUP))  # pyright: ignore
-        numbers = tl.reshape(codes * steps[:, :, None], (ROWS, BLOCK_K))
-    if INTERPRETED:
-        numbers, x_tile = numbers.to(tl.float32), x_tile.to(tl.float32)
-    if KIND == 0:
-        return acc + tl.dot(numbers, tl.trans(x_tile)) * scale[:, None]
-    return tl.dot(numbers, tl.trans(x_tile), acc)
+            if GROUP == 16 and place == 2:
+                steps = _steps(scales, rows, begin + 16, K, dtype, NUM, GROUP, KIND)  # pyright: ignore
+            numbers = numbers * bias * steps
+        sums = _dot(numbers, x_tile, sums)  # pyright: ignore
+    return acc + sums * scale if KIND == 0 else sums
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -114,16 +179,13 @@ def _packed_gemm_kernel(
     rows = tl.minimum(cols, N - 1).to(tl.int64)
     tokens = (tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     here = (tokens < M)[:, None]
+    x_rows = x + tokens[:, None] * stride_x
     enter(PDL)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
-        begin = (part * STEPS + step) * BLOCK_K
-        ks = begin + tl.arange(0, BLOCK_K)
-        known = here if EVEN_K else here & (ks < K)[None, :]
-        x_tile = tl.load(x + tokens[:, None] * stride_x + ks[None, :], mask=known, other=0.0)
         acc = multiply_packed(  # pyright: ignore
-            acc, x_tile, rows, begin, values, scales, zeros, K, out.dtype.element_ty,
-            BLOCK_K, KIND, GROUP, EVEN_K,
+            acc, x_rows, here, rows, (part * STEPS + step) * BLOCK_K, values, scales, zeros, K,
+            out.dtype.element_ty, BLOCK_K, KIND, GROUP, EVEN_K,
         )  # fmt: skip
     if factors is not None:
         acc *= tl.load(factors + rows)[:, None]
@@ -137,11 +199,10 @@ def _packed_gemm_kernel(
 @cache
 def choose_packed(m: int, n: int, k: int, block_k: int) -> SkinnyTile:
     """The tile for x: [m, k] and weights [n, k]; up to OWN_ROWS rows m cuts no sum otherwise."""
-    tokens = power_of_two(min(max(m, 16), 128))
-    split, rows = 1, 128 if tokens == 128 else 64
+    tokens, rows, split = power_of_two(min(max(m, 16), 128)), 128, 1
     while m <= OWN_ROWS and -(-n // rows) * split < PROGRAMS and split < 8 and 256 * split <= k:
         split *= 2
-    return SkinnyTile(tokens, rows, block_k, split, 8 if tokens == 128 else 4, 4, trigger=0)
+    return SkinnyTile(tokens, rows, block_k, split, 8, 4, trigger=0)
 
 
 def steps_of(scales: Tensor, k: int) -> tuple[int, int, int]:
@@ -175,8 +236,8 @@ def packed_gemm(
     assert tile.split == 1 or m <= tile.block_m
     steps, workspace = -(-k // (tile.block_k * tile.split)), workspace_of(x.device)
     _packed_gemm_kernel[(tile.num_tiles(n), tile.split, -(-m // tile.block_m))](
-        x, values, scales, zeros, factors, out, workspace.partial, workspace.arrivals,
-        m, n, k, x.stride(0), out.stride(0),
+        x, values.view(torch.uint16), scales, zeros, factors, out,
+        workspace.partial, workspace.arrivals, m, n, k, x.stride(0), out.stride(0),
         **overlap(
             x, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, KIND=kind,
             GROUP=group, SPLIT=tile.split, STEPS=steps, STAGES=tile.num_stages,

@@ -11,13 +11,13 @@ from worker.errors import Unsupported, UserError
 from worker.ops.experts.product import expert_products
 from worker.ops.experts.route import Routes
 from worker.ops.norms import swiglu
-from worker.ops.packed import ZERO, as_packed, multiplies_packed, packed_product
+from worker.ops.packed import LINE, ZERO, as_packed, multiplies_packed, packed_product
 from worker.ops.scaled import E4M3
 from worker.weights.base import Format, Grid, Matrix, Operand, Parts, whole_of
 from worker.weights.layouts import LAYOUTS
 from worker.weights.packed_files import FACTORS, ZEROS, PackedFiles, PackedMatrix
 from worker.weights.scaled_files import SCALES
-from worker.weights.shard import VALUES, Shard, all_of, coarse
+from worker.weights.shard import VALUES, Part, Shard, all_of, coarse
 
 F16 = torch.float16
 # Of scales in memory; None: the model's, in which compressed-tensors has them.
@@ -85,9 +85,14 @@ class FourBits(Format):
         if self._group and columns.size % self._group:
             text = f"{', '.join(parts.rows)}: {columns.size} columns in groups of {self._group}"
             raise Unsupported(f"{text}: the last is not whole, and no file has such")
+        if self._group and columns.size % LINE:
+            text = f"{', '.join(parts.rows)}: {columns.size} columns"
+            raise Unsupported(f"{text} in groups of {self._group} are no whole lines of {LINE}")
         of_groups = coarse(columns, self._group) if self._group else all_of(1)
+        lines, each = coarse(columns, LINE), LINE // 2
+        of_bytes = slice(each * lines.held.start, each * lines.held.stop)
         grids = {
-            VALUES: Grid(coarse(columns, 2), dtype=torch.uint8),
+            VALUES: Grid(Part(each * lines.size, of_bytes), dtype=torch.uint8),
             SCALES: Grid(of_groups, dtype=KINDS[self._kind]),
         }
         if self._has_zeros:

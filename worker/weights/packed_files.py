@@ -11,7 +11,7 @@ from torch import Tensor
 
 from worker.config.checkpoint.quantization import Quantization
 from worker.errors import UserError
-from worker.ops.packed import ZERO, worth
+from worker.ops.packed import ZERO, as_lines, bytes_of, worth
 from worker.weights.base import Reading
 from worker.weights.files import tensor_names
 from worker.weights.layouts import LAYOUTS, Layout, Packed
@@ -125,7 +125,7 @@ class PackedMatrix:
             raise UserError(f"{text}, config.json says groups of {width} columns")
         groups = columns // width
         self.roles = {
-            VALUES: Sliced((rows, -(-columns // 2)), self._values),
+            VALUES: Sliced((rows, bytes_of(columns)), self._values),
             SCALES: Sliced((rows, groups), self._scales),
         }
         order = held.get(layout.order)
@@ -176,11 +176,17 @@ class PackedMatrix:
         return nibbles.transpose(1, 2).flatten(0, 1).narrow(0, skip, rows.stop - rows.start)
 
     def _values(self, rows: slice, columns: slice) -> Tensor:
-        at, first, last = self._layout.values, 2 * columns.start, 2 * columns.stop
+        """Bytes [rows, columns] of lines."""
+        wanted = slice(2 * columns.start, min(2 * columns.stop, self._shape[1]))
+        return as_lines(self._pairs(rows, wanted))
+
+    def _pairs(self, rows: slice, columns: slice) -> Tensor:
+        """u8 [rows, columns / 2] of neighbours; the first column is an even one."""
+        at = self._layout.values
+        stored, skip = self._bytes(at, rows, columns)
         if at.along == "columns":
-            stored, skip = self._bytes(at, rows, slice(first, last))
-            return stored.narrow(1, skip // 2, columns.stop - columns.start)
-        stored, skip = self._bytes(at, rows, slice(first, min(last, self._shape[1])))
+            assert skip == 0, "lines are whole"
+            return stored
         words = stored.view(torch.int32)  # [rows / 8, columns]
         if words.shape[1] % 2:
             words = torch.nn.functional.pad(words, (0, 1))

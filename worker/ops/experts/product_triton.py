@@ -17,6 +17,7 @@ from worker.ops.experts.product import PackedPair, expert_products_ref
 from worker.ops.experts.route import Routes
 from worker.ops.jit import INTERPRETED, enter, overlap, power_of_two, tl, triton
 from worker.ops.norms_triton import silu_and_mul
+from worker.ops.packed import bytes_of
 from worker.ops.packed_triton import multiply_packed, steps_of, takes
 from worker.ops.scaled import E4M3, strides_of
 from worker.ops.scaled_triton import eight_bits_triton
@@ -116,16 +117,19 @@ def _grouped_kernel(
     if not GATED:
         enter(PDL)
     w_at = w_rows[:, None] + ks[None, :]
-    x_at = x + source.to(tl.int64)[:, None] * stride_x + ks[None, :]
+    x_rows = x + source.to(tl.int64)[:, None] * stride_x
+    x_at = x_rows + ks[None, :]
     if GRAIN:
         scales_at = scales + expert.to(tl.int64) * stride_expert + lines // GRAIN * stride_rows
         row_at = of_rows + source
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if KIND >= 0:
-            known = here[:, None] if EVEN_K else here[:, None] & (begin + ks < K)[None, :]
-            x_tile = tl.load(x_at, mask=known, other=0.0)
-            w_tile = x_tile  # it is loaded below
+            acc = multiply_packed(
+                acc, x_rows, here[:, None], numbers, begin, w, scales, zeros, K,
+                out.dtype.element_ty, BLOCK_K, KIND, GROUP, EVEN_K,
+            )  # fmt: skip
+            w_tile, x_tile = acc, acc  # they are loaded there
         elif EVEN_K:
             w_tile = tl.load(w_at)
             x_tile = tl.load(x_at, mask=here[:, None], other=0.0)
@@ -136,10 +140,7 @@ def _grouped_kernel(
         if INTERPRETED:
             w_tile, x_tile = w_tile.to(tl.float32), x_tile.to(tl.float32)
         if KIND >= 0:
-            acc = multiply_packed(
-                acc, x_tile, numbers, begin, w, scales, zeros, K, out.dtype.element_ty,
-                BLOCK_K, KIND, GROUP, EVEN_K,
-            )  # fmt: skip
+            pass
         elif GRAIN:
             scale = tl.load(scales_at)[:, None] * tl.load(row_at, mask=here, other=0.0)[None, :]
             acc += tl.dot(w_tile, tl.trans(x_tile), input_precision="ieee") * scale
@@ -204,9 +205,12 @@ def expert_products_triton(
         return expert_products_ref(x, routes, gate_up, down, held, out, packed=packed)
     (n, size), top_k = x.shape, routes.ids.shape[1]
     width, num_rows = gate_up.shape[1] // 2, n * top_k
-    few = 1 if packed is None else 2  # numbers in one of a tensor's
-    assert gate_up.shape == (held.count, 2 * width, -(-size // few))
-    assert down.shape == (held.count, size, -(-width // few))
+    if packed is None:
+        assert (gate_up.shape[2], down.shape[2]) == (size, width)
+    else:
+        assert (gate_up.shape[2], down.shape[2]) == (bytes_of(size), bytes_of(width))
+    assert gate_up.shape[:2] == (held.count, 2 * width)
+    assert down.shape[:2] == (held.count, size)
     assert gate_up.is_contiguous()
     assert down.is_contiguous()
     assert x.stride(1) == 1
@@ -230,7 +234,8 @@ def expert_products_triton(
         of_four, zeros, factors = four or (None, None, None)
         num_tiles = -(-columns // (tile.rows // 2 if gated else tile.rows))
         _grouped_kernel[(num_items * num_tiles,)](
-            source, of_rows, w, of_four if of_w is None else of_w, zeros, factors,
+            source, of_rows, w if four is None else w.view(torch.uint16),
+            of_four if of_w is None else of_w, zeros, factors,
             routes.weights, routes.starts, routes.order, result, columns, k, source.stride(0),
             num_tiles, 0 if of_rows is None else of_rows.stride(1), *_strides(of_w),
             **overlap(
