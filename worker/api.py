@@ -162,6 +162,14 @@ class Candidate(Message, frozen=True):
     num_cached_tokens: int = 0  # the router's own estimate of that worker's prefix hit
 
 
+class Session(Message, frozen=True):
+    """Whose turn a request is. It changes what is evicted, and nothing that is found."""
+
+    name: str  # of one owner; a digest
+    owner: str  # who has sessions: a share of a worker's pages is theirs
+    ttl_s: float  # from the turn's end: for so long its pages are worth keeping
+
+
 class Generate(OfRequest, frozen=True):
     """Router to decode: take this request. tokens = prompt + whatever was emitted before."""
 
@@ -177,6 +185,7 @@ class Generate(OfRequest, frozen=True):
     key: str = ""  # by which it can be claimed, also after its router is gone; "" = it cannot
     salt: str = ""  # requests with another one share no KV with it; those without any do
     leads: bool = False  # further choices follow, which go on from the state of its prompt
+    session: Session | None = None
 
 
 class Claim(OfRequest, frozen=True):

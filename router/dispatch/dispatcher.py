@@ -84,6 +84,7 @@ class Dispatcher:
             alive=lambda role: len(fleet.members.live(role)),
             decodes=lambda: [known.stats for known in fleet.members.live("decode")],
             drafting=partial(drafting, fleet.members),
+            sessions=lambda: len(self._queue.sessions),
         )
         metrics.watch(live)
 
@@ -102,6 +103,8 @@ class Dispatcher:
         if server is not None:
             req.trace = server.below(now, {"kvlane.choice": req.index})
         self._reqs[req.req_id] = req
+        if req.session:
+            self._queue.sessions.begin(req.session, req.owner)
         if self._closed:
             self._end(req, _failed(req, _stopping()))
             return
@@ -235,7 +238,7 @@ class Dispatcher:
             req.first_token_at, req.queued_first_s = now, req.queued_s
             where = _prefilled(req, self._members.get(req.decoded_by))
             self._metrics.ttft(where).observe(now - req.arrived_at, req.trace_id)
-            self._metrics.prompt(len(req.prompt), req.num_cached_tokens)
+            self._metrics.prompt(len(req.prompt), req.num_cached_tokens, req.went)
         with DETOKENIZER:
             piece = req.output.feed(tokens)
         num = piece.num_tokens
@@ -334,6 +337,8 @@ class Dispatcher:
             timer.cancel()
         self._claims.forget(req)
         self._queue.leave(req, served=True)
+        if req.session:
+            self._queue.sessions.end(req.session)
         spent = last.spent = req.spent
         last.windows = req.windows if req.sampling.return_trace else None
         last.prompt = req.take_scored() if req.scored else ()

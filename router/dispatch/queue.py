@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from router.dispatch.mailbox import Mailbox
 from router.dispatch.members import WORKERS, Known
 from router.dispatch.policy import Fleet, Route
+from router.dispatch.sessions import Sessions, Where
 from router.dispatch.suspect import Suspect
 from router.dispatch.turns import OUTPUT_WEIGHT, Turns
 from router.observe.stages import StageTimes, stage_times
@@ -29,6 +30,7 @@ from worker.api import (
     Generate,
     PeerId,
     Sampling,
+    Session,
     Stages,
     TokenLogprob,
     Window,
@@ -58,6 +60,10 @@ class Req:
     leader: Req | None = None  # another choice with the same prompt, submitted before this one
     salt: str = ""  # `Generate.salt`
     leads: bool = False  # it is the leader of others
+    session: str = ""  # a digest of whose turn it is: `http/identity.py`
+    owner: str = ""  # a digest of its API key's name
+    keep_s: float | None = None  # `cache_ttl` as it was asked for
+    went: Where | None = None  # as it was sent last
     # Set when it is submitted.
     req_id: str = ""  # unique in the cluster: workers know it by this
     client: str = ""  # whom it counts for in turns: `http/source.py`
@@ -159,6 +165,7 @@ class Queue:
         self._expired = expired
         self._loop = asyncio.get_running_loop()
         self._waiting: Turns[Req] = Turns()
+        self.sessions = Sessions()
         self.num_of = self._waiting.num_of
         self._begun: list[Req] = []  # have output, and go before all others
         self._goes_on = False  # `place` has stopped in between, and is to come again
@@ -223,6 +230,9 @@ class Queue:
             prefill = [k for k in self._members.live("prefill") if not k.stats.draining]
             with_leader, after = _follow(req, decode)
             among = with_leader or preferred or decode
+            if req.session and self._policy.follows_sessions:
+                at = self.sessions.choose(req.session, among)
+                among = among if at is None else [at]
             route = self._policy.choose(req.prompt, among, prefill, req.salt)
             self._send(req, route, after)
         doomed: list[Req] = []
@@ -329,9 +339,18 @@ class Queue:
             key=req.key,
             salt=req.salt,
             leads=req.leads,
+            session=self._session(req, route),
         )
         log.debug("req_id=%s dispatch %d to %s", req.req_id, req.dispatch, route.decode)
         self._wire.send(route.decode, generate)
+
+    def _session(self, req: Req, route: Route) -> Session | None:
+        """Whose turn goes to a worker."""
+        if not req.session:
+            return None
+        req.went = self.sessions.sent(req.session, route.decode)
+        pause_s = self.sessions.pause_s(req.owner) if req.keep_s is None else req.keep_s
+        return Session(req.session, req.owner, pause_s)
 
     def _at(self, req: Req, route: Route, now: float) -> None:
         """It is at these workers from now on."""

@@ -79,6 +79,7 @@ class Admission:
             timeline=Timeline(now, spans),
             claim_key=message.key,
             salt=message.salt,
+            session=message.session,
         )
         if not self._queues.admit(req):
             raise Busy("no KV pages or slots of state left", BUSY_RETRY_S)
