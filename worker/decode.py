@@ -235,6 +235,7 @@ class DecodeLoop:
             drafted=tuple(meter.windows.drafted),
             accepted=tuple(meter.windows.accepted),
             tokens_per_row=meter.windows.tokens_per_row,
+            turns=queues.retention.turns,
         )
 
 

@@ -104,7 +104,7 @@ class Dispatcher:
             req.trace = server.below(now, {"kvlane.choice": req.index})
         self._reqs[req.req_id] = req
         if req.session:
-            self._queue.sessions.begin(req.session, req.owner)
+            self._queue.sessions.begin(req.session)
         if self._closed:
             self._end(req, _failed(req, _stopping()))
             return
@@ -134,6 +134,8 @@ class Dispatcher:
                             self._on_chunk(peer, chunk, now)
                     case Pong():
                         self._members.pong(peer, message.stats)
+                        turns = message.stats.turns if message.stats is not None else ()
+                        self._queue.sessions.heard(peer, turns)
                         self._queue.place()
                     case Refused():
                         self._on_refused(peer, message)
@@ -337,8 +339,6 @@ class Dispatcher:
             timer.cancel()
         self._claims.forget(req)
         self._queue.leave(req, served=True)
-        if req.session:
-            self._queue.sessions.end(req.session)
         spent = last.spent = req.spent
         last.windows = req.windows if req.sampling.return_trace else None
         last.prompt = req.take_scored() if req.scored else ()

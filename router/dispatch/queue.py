@@ -30,7 +30,6 @@ from worker.api import (
     Generate,
     PeerId,
     Sampling,
-    Session,
     Stages,
     TokenLogprob,
     Window,
@@ -60,9 +59,8 @@ class Req:
     leader: Req | None = None  # another choice with the same prompt, submitted before this one
     salt: str = ""  # `Generate.salt`
     leads: bool = False  # it is the leader of others
-    session: str = ""  # a digest of whose turn it is: `http/identity.py`
-    owner: str = ""  # a digest of its API key's name
-    keep_s: float | None = None  # `cache_ttl` as it was asked for
+    session: str = ""  # "owner/name", digests, of whose turn it is: `http/identity.py`
+    keep_s: float | None = None  # `cache_ttl`; None: for its owner's usual pause
     went: Where | None = None  # as it was sent last
     # Set when it is submitted.
     req_id: str = ""  # unique in the cluster: workers know it by this
@@ -254,6 +252,8 @@ class Queue:
 
     def leave(self, req: Req, *, served: bool) -> None:
         """Take `req` out of the queue or from its worker: it has ended, or was refused or lost."""
+        if served and req.session:
+            self.sessions.end(req.session)
         self._waiting.remove(req)
         self._begun = [other for other in self._begun if other is not req]
         route, req.route = req.route, None
@@ -322,6 +322,8 @@ class Queue:
         req.dispatch += 1
         req.queued_s += now - req.queued_at
         self._at(req, route, now)
+        if req.session:
+            req.went = self.sessions.sent(req.session, route.decode)
         trace = ""
         if req.trace is not None:
             req.trace.enter("dispatch", now, {"kvlane.worker": route.decode}, asks=True)
@@ -339,18 +341,11 @@ class Queue:
             key=req.key,
             salt=req.salt,
             leads=req.leads,
-            session=self._session(req, route),
+            session=req.session,
+            keep_s=self.sessions.pause_s(req.session) if req.keep_s is None else req.keep_s,
         )
         log.debug("req_id=%s dispatch %d to %s", req.req_id, req.dispatch, route.decode)
         self._wire.send(route.decode, generate)
-
-    def _session(self, req: Req, route: Route) -> Session | None:
-        """Whose turn goes to a worker."""
-        if not req.session:
-            return None
-        req.went = self.sessions.sent(req.session, route.decode)
-        pause_s = self.sessions.pause_s(req.owner) if req.keep_s is None else req.keep_s
-        return Session(req.session, req.owner, pause_s)
 
     def _at(self, req: Req, route: Route, now: float) -> None:
         """It is at these workers from now on."""

@@ -27,11 +27,11 @@ def identify(prepared: Prepared, headers: Mapping[str, str], client: str, unique
         told.append(f"{claude}/{headers.get(CLAUDE_AGENT, '')}")
     told += [headers.get(CODEX, ""), named.cache_key]
     text = next(filter(None, told), "")
-    session = _digest(f"{owner}/{text}") if text else named.previous
+    session = f"{owner}/{_digest(text)}" if text else named.previous
     if not session and (named.begins or named.ttl_s is not None):
-        session = _digest(f"{owner}/{unique_id}")
+        session = f"{owner}/{_digest(unique_id)}"
     for req in prepared.reqs:
-        req.session, req.owner, req.keep_s = session, owner, named.ttl_s
+        req.session, req.keep_s = session, named.ttl_s
 
 
 def _digest(text: str) -> str:

@@ -8,7 +8,6 @@ import random
 import pytest
 
 from tests.support.books import check_book, nodes_of
-from worker.api import Session
 from worker.cache.book import Hold, PageBook
 from worker.schedule.retention import PART, Retention
 
@@ -36,7 +35,7 @@ class Worker:
 
     def ended(self, hold: Hold, name: str, owner: str, ttl_s: float) -> None:
         if name:
-            self.retention.ended(hold, Session(name, owner, ttl_s))
+            self.retention.ended(hold, f"{owner}/{name}", ttl_s)
         self.book.close(hold)
         check_book(self.book, ())
         kept = [node for node in nodes_of(self.book.tree.root) if node.kept_until]

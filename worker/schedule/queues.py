@@ -222,8 +222,8 @@ class DecodeQueues:
         if req.hold is not None:
             self.book.snapshots.leave_row(req.hold, req.num_folded, req.num_folded_ub)
             self.book.commit(req.hold, req.tokens[: req.num_computed_tokens])
-            if req.session is not None:
-                self.retention.ended(req.hold, req.session)
+            if req.session:
+                self.retention.ended(req.hold, req.session, req.keep_s)
             self.book.close(req.hold)
             req.hold = None
             self.shares.holders.discard(req)

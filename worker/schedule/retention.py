@@ -11,10 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from worker.api import Session
 from worker.cache.book import Hold, PageBook
 from worker.cache.prefix import Node
 
+NUM_TURNS = 64  # that routers are told of: more in an interval of pings are not all known
 PART = 0.75  # of a worker's pages may have a rank, the same for each owner
 
 
@@ -32,20 +32,27 @@ class Retention:
         # By owner and session, the one that has ended last is last.
         self._kept: dict[str, OrderedDict[str, _Kept]] = {}
         self._num_own: dict[str, int] = {}  # pages, by owner
+        self.turns: tuple[tuple[int, str], ...] = ()  # see WorkerStats.turns
 
     def __len__(self) -> int:
         return sum(map(len, self._kept.values()))
 
-    def ended(self, hold: Hold, session: Session) -> None:
-        """A turn ends, whose pages are in the tree by now."""
-        owner, now = session.owner, self._clock()
-        self._drop(owner, session.name)
+    def begun(self, session: str) -> None:
+        """A turn has come."""
+        number = self.turns[-1][0] + 1 if self.turns else 1
+        self.turns = (*self.turns[1 - NUM_TURNS :], (number, session))
+
+    def ended(self, hold: Hold, session: str, keep_s: float) -> None:
+        """A turn of `Generate.session` ends, whose pages are in the tree by now."""
+        owner = session.partition("/")[0]
+        self._drop(owner, session)
         nodes = hold.nodes[hold.num_trimmed :]
-        if session.ttl_s > 0 and nodes:
-            num_own, until = sum(not node.kept_until for node in nodes), now + session.ttl_s
+        if keep_s > 0 and nodes:
+            num_own = sum(not node.kept_until for node in nodes)
+            until = self._clock() + keep_s
             self._book.tree.keep([node for node in nodes if node.kept_until < until], until)
             of_owner = self._kept.setdefault(owner, OrderedDict())
-            of_owner[session.name] = _Kept(nodes, num_own, until)
+            of_owner[session] = _Kept(nodes, num_own, until)
             self._num_own[owner] = self._num_own.get(owner, 0) + num_own
         most = PART * self._book.num_pages / max(1, len(self._kept))
         for name in list(self._kept):
