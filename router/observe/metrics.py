@@ -35,7 +35,6 @@ OUTCOMES = (
 )  # fmt: skip
 PREFILLS = ("local", "pulled", "cached")
 WHERE = ("home", "moved", "new")  # went a turn
-BY_WHERE = "by where they went: home (where the turn before was), moved, or new"
 WORKER_ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
@@ -91,10 +90,10 @@ class RouterMetrics(Families):
         buckets=STAGE_BUCKETS,
     )
     pulled_bytes = counter("request_pulled_bytes", "Bytes of KV that came so")
-    sessions = gauge("sessions", "Sessions with a turn here in the last minutes")
-    turns = counter("session_turns", f"Turns of sessions, {BY_WHERE}", "where")
-    turn_tokens = counter("session_prompt_tokens", f"Their prompt tokens, {BY_WHERE}", "where")
-    turn_cached = counter("session_prompt_tokens_cached", "Of these, found there", "where")
+    sessions = gauge("sessions", "Sessions of the last minutes")
+    turns = counter("session_turns", "Their turns: home (where the last went), moved, new", "where")
+    turn_tokens = counter("session_prompt_tokens", "Their prompt tokens", "where")
+    turn_cached = counter("session_prompt_tokens_cached", "Of these, found", "where")
     running = gauge("requests_running", "Choices that are at a decode worker")
     waiting = gauge("requests_waiting", "Choices that wait for a decode worker")
     decoding = gauge("requests_decoding", "Choices that have had their first token")

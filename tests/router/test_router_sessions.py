@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from router.dispatch.members import Known
 from router.dispatch.sessions import FORGOTTEN_S, LEAST_S, MOST_S, UNKNOWN_S, Sessions
+from router.observe.board import Board
 from tests.fault.router_doubles import DecodeDouble, Serve, metric, speak
 from tests.support.patience import HANG_S
 from worker.api import Member, WorkerStats
@@ -257,4 +259,7 @@ def test_turns_are_sent_home_and_counted(serve: Serve, ids: tuple[int, ...]) -> 
     assert sum(map(len, names)) == 4, "each session was at one worker"
     assert metric(url, 'session_turns_total{model="small",role="router",where="home"') == 8
     assert metric(url, 'session_turns_total{model="small",role="router",where="new"') == 4
-    assert metric(url, "sessions") == 4
+    assert metric(url, "sessions{") == 4
+    found = msgspec.json.decode(httpx.get(f"{url}/dashboard/data").content, type=Board)
+    tokens = sum(len(generate.tokens) for each in took for generate in each) * 8 // 12
+    assert (found.sessions, found.turns) == (4, {"tokens": tokens, "home": 8, "new": 4})

@@ -15,7 +15,7 @@ from worker.cache.book import Hold, PageBook
 from worker.cache.prefix import Node
 
 NUM_TURNS = 64  # that routers are told of: more in an interval of pings are not all known
-PART = 0.75  # of a worker's pages may have a rank, the same for each owner
+PART = 0.75  # of a worker's pages may have a rank, alike for all owners
 
 
 class _Kept(NamedTuple):
