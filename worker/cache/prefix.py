@@ -32,10 +32,10 @@ class Node:
     depth: int = 0  # pages of its prefix
     children: dict[Key, Node] = field(default_factory=dict)
     num_locks: int = 0
+    kept_until: float = 0.0  # evicted behind all that have less
     used_at: int = 0
     state: int = 0  # slot of the snapshot of its prefix, where layers are recurrent; 0: none
     is_offered: bool = False  # has an entry in the tree's queue
-    kept_until: float = 0.0  # evicted behind all that have less
 
     def path(self) -> list[Node]:
         """Nodes from below the root down to this one."""
@@ -183,11 +183,12 @@ class PrefixTree:
             if (node.kept_until, node.used_at) != (until, used_at):
                 self._offer(node)
                 continue
-            pages.append(node.page)
             if until:
+                node.kept_until = 0.0
                 self.num_kept -= 1
                 self.num_kept_evicted += 1
-            node.page, node.kept_until = 0, 0.0
+            pages.append(node.page)
+            node.page = 0
             self._gone(node)
             while node.parent is not None and not node.page and not node.children:
                 parent, node.parent = node.parent, None
