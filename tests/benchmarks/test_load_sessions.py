@@ -94,7 +94,7 @@ def test_weka_s_sessions_replay_whole_prompts_and_their_subagents(tmp_path: Path
     assert str(first.prompt).startswith(str(child.prompt))
     assert others[0].turns[0].prompt != first.prompt, "ids are a session's own"
     shared = made(weka(tmp_path / "b", *[line | {"hash_id_scope": "global"}] * 2))
-    assert len({session.turns[0].prompt for session in shared.sessions}) == 2
+    assert len({str(session.turns[0].prompt) for session in shared.sessions}) == 2
     talk = Conversation("chat")
     talk.body(first, Target((), "m"))
     talk.heard("an answer")
