@@ -111,6 +111,7 @@ class WorkerStats(Message, frozen=True):
     accepted: tuple[int, ...] = ()
     tokens_per_row: float = 0.0  # moving average, of a row in a decode step; 0: none yet
     card: Card | None = None
+    turns: tuple[tuple[int, str], ...] = ()  # that came last, of sessions: ascending, `session`
 
 
 class Sampling(Message, frozen=True):
@@ -137,8 +138,7 @@ class Sampling(Message, frozen=True):
     logprobs: int = -1  # likeliest alternatives beside a token's own logprob; -1 = no logprobs
     grammar: str = ""  # llguidance grammar that the output must follow; "" = free
     return_trace: bool = False  # chunks of decode steps come with their windows
-    # As `logprobs`, of the prompt's tokens but its first. The prompt is then computed where its
-    # output is, all of it: prefix trees hold no logits.
+    # As `logprobs`, of the prompt but its first token; all of it is computed where its output is.
     prompt_logprobs: int = -1
 
     @property
@@ -170,13 +170,14 @@ class Generate(OfRequest, frozen=True):
     sampling: Sampling
     timeout_s: float
     candidates: tuple[Candidate, ...] = ()
-    # req_id of the first choice, if this is a further one, which waits until the first has ended or
-    # the prompt is in the prefix tree, so as to share its pages.
+    # req_id of the first choice, if this is another: it waits for its end or the prompt's pages
     after: str = ""
     trace: str = ""  # the span that decode's are below: `Trace.carried`; "" = not traced
     key: str = ""  # by which it can be claimed, also after its router is gone; "" = it cannot
     salt: str = ""  # requests with another one share no KV with it; those without any do
     leads: bool = False  # further choices follow, which go on from the state of its prompt
+    session: str = ""  # "owner/name", digests, of whose turn it is: steers eviction alone
+    keep_s: float = 0.0  # from its end, for which its pages are worth keeping: of a session alone
 
 
 class Claim(OfRequest, frozen=True):

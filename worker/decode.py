@@ -83,6 +83,7 @@ class DecodeLoop:
         self.flight = Flight(meter, overlap=config.spec.overlap, wake=thread.wake)
         metrics.running.set_function(lambda: len(queues.running))
         metrics.waiting.set_function(lambda: len(requests.reqs) - len(queues.running))
+        metrics.sessions.set_function(lambda: len(queues.retention))
         metrics.leases.set_function(lambda: len(self._inbound.fetches))
         metrics.queued("fetch").set_function(lambda: len(self._inbound.fetches))
         metrics.queued("prefill").set_function(lambda: len(queues.local))
@@ -234,6 +235,7 @@ class DecodeLoop:
             drafted=tuple(meter.windows.drafted),
             accepted=tuple(meter.windows.accepted),
             tokens_per_row=meter.windows.tokens_per_row,
+            turns=queues.retention.turns,
         )
 
 

@@ -81,6 +81,7 @@ class Target:
     extra: dict[str, Any] = field(default_factory=dict)  # fields of every body
     stages: bool = False  # ask kvlane where the time went
     cacert: str = ""  # file of certificates to trust; "": as the machine does
+    session_header: str = ""  # names the session of a request; "": none does
 
     @property
     def path(self) -> str:
@@ -100,6 +101,8 @@ class Conversation:
         """The JSON body for `turn`, which is from now on part of the conversation."""
         body: dict[str, Any] = {"model": target.model, "max_tokens": turn.max_tokens}
         prompt = turn.prompt
+        if turn.is_whole:
+            self._messages, self._text = [], ""
         if self._chat:
             new = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
             self._messages = [*self._messages, *new]  # type: ignore[list-item]
@@ -147,18 +150,19 @@ class Client:
         """Close all connections."""
         await self._http.close()
 
-    async def ask(self, outcome: Outcome, raw: bytes) -> str:
+    async def ask(self, outcome: Outcome, raw: bytes, session: str = "") -> str:
         """Send one request with the body `raw`, fill `outcome`; the text of the answer.
 
-        Every way in which a request can fail becomes `outcome.error`; nothing is raised but
-        cancellation.
+        session: what `Target.session_header` says. Every way in which a request can fail becomes
+        `outcome.error`; nothing is raised but cancellation.
         """
         texts: list[str] = []
         server = self._least_loaded()
         self._num_running[server] += 1
         outcome.sent_s = now() - self.origin
         try:
-            async with self._http.post(self._urls[server], data=raw) as response:
+            names = {self._target.session_header: session} if session else None
+            async with self._http.post(self._urls[server], data=raw, headers=names) as response:
                 outcome.headers_s = now() - self.origin
                 if response.status != 200:
                     outcome.error = f"http_{response.status}"

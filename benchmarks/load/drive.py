@@ -27,7 +27,7 @@ class Driver:
     def __init__(
         self, target: Target, client: Client, pacer: Pacer, emit: Callable[[Outcome], None]
     ) -> None:
-        self.num_running = 0
+        self.num_running, self._run = 0, f"{time.time_ns():x}-"
         self._target = target
         self._client = client
         self._pacer = pacer
@@ -67,6 +67,7 @@ class Driver:
 
     async def _session(self, index: int, session: Session, begin_s: float) -> None:
         talk, ended_s = Conversation(self._target.endpoint), begin_s
+        name = self._run + str(index) if self._target.session_header else ""
         broken = False
         for number, turn in enumerate(session.turns):
             intended_s = ended_s + turn.think_s
@@ -80,7 +81,7 @@ class Driver:
             await self._pacer.until(self._client.origin + intended_s)
             self.num_running += 1
             try:
-                talk.heard(await self._client.ask(outcome, raw))
+                talk.heard(await self._client.ask(outcome, raw, name))
             finally:
                 self.num_running -= 1
             self._emit(outcome)

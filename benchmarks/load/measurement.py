@@ -6,12 +6,13 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any, TextIO
 
 import msgspec
 
-from benchmarks.load import fleet, measure, report, result, words
+from benchmarks.load import agree, fleet, measure, report, result, sessions, words
 from benchmarks.load.client import Target, discover
 from benchmarks.load.options import Options
 from benchmarks.load.pacer import now
@@ -28,14 +29,22 @@ SETTLE_S = 2.0  # between probes, so that one that drowned does not judge the ne
 
 
 def run(options: Options) -> int:
-    """Measure, print, write; 1 if nothing at all was served."""
+    """Measure, print, write; 1 if nothing at all was served, or the server says otherwise."""
+    server = options.urls[0], options.headers, options.cacert
+    before = agree.read(*server) if options.agree else {}
     whole = measured(options)
     print(report.table(whole))
+    if options.sessions:
+        print("\n".join([whole.named("by session"), *sessions.table(whole)]))
     if options.json_path:
         result.write(options.json_path, whole)
     outcomes = [each for one in whole.runs for each in one.outcomes]
     if any(not each.error for each in outcomes):
-        return 0
+        if not options.agree:
+            return 0
+        lines, same = agree.table(whole.runs, before, agree.read(*server))
+        print("\n".join(lines))
+        return 0 if same else 1
     print(failure(outcomes, is_terminal=sys.stderr.isatty()), file=sys.stderr)
     return 1
 
@@ -57,11 +66,26 @@ def measured(options: Options) -> Result:
     name = options.tokenizer or ("tiny" if row["id"] == "tiny" else "")
     tokenizer = words.load(name) if name else None
     target = _target(options, row)
+    if (length := row.get(SIMULATED) or 0.0) != options.simulated and options.simulated:
+        raise ValueError(f"--simulated: the server simulates {length:g} tokens a step")
     probes: list[Probe] = []
     runs: list[Run] = []
+    by_session: list[dict[str, Any]] = []
     if options.search:
         best, probes = _search(options, target, tokenizer, runs)
         about: dict[str, Any] = {"highest_rate": best}
+    elif options.sessions:
+        about = {}
+        for number, at_once in enumerate(options.sessions):
+            level = replace(options, concurrency=at_once, num=options.num or 2 * at_once)
+            work = _workload(level, "", tokenizer, options.seed + number)
+            about = about or work.about
+            runs.append(_once(level, target, work, tokenizer, f"{at_once} sessions "))
+            by_session.append(
+                sessions.figures(
+                    runs[-1], work.sessions, options.objectives, at_once, options.num_gpus
+                )
+            )
     else:
         for number in range(options.repeat):
             work = _workload(options, options.rate, tokenizer, options.seed + number)
@@ -70,6 +94,8 @@ def measured(options: Options) -> Result:
         about = work.about
     simulated = {SIMULATED: row[SIMULATED]} if row.get(SIMULATED) else {}
     summaries = [measure.summary(each, options.objectives) | simulated for each in runs]
+    for summary, figures in zip(summaries, by_session, strict=False):
+        summary["sessions"] = figures
     return Result(
         result.KIND,
         options.shown() | {"model": target.model, "argv": sys.argv[1:]},
@@ -92,6 +118,7 @@ def _target(options: Options, row: dict[str, Any]) -> Target:
         options.extra,
         stages=row.get("owned_by") == "kvlane",
         cacert=options.cacert,
+        session_header=options.session_header,
     )
 
 

@@ -15,6 +15,7 @@ from cluster.clients.find import DEFAULT_URL, add_server, key_of
 from worker.errors import UserError
 
 VLLM_NAMES = {"tpot": "itl", "e2el": "e2e"}
+AGENTS = "agents:tracelab,16"  # what --sessions sends where nothing is said
 PROCESSES_SHARE = 0.5  # of the machine's cores, at most, when nobody says how many
 
 EPILOG = """\
@@ -36,6 +37,8 @@ workloads (--source):
   shared-prefix:GROUPS,PREFIX,IN,OUT
   sharegpt:FILE                    first questions of ShareGPT's conversations, as long answers
   mooncake:FILE  burstgpt:FILE     traces, with their own times
+  weka:FILE                        sessions as InferenceX replays them
+  agents:aiperf|tracelab[,SCALE[,TURNS]]   agents; with --sessions tracelab,16 by itself
 
 arrivals (--rate), open loop, timed from the intended moment:
   10 | poisson:10 | constant:10 | gamma:10,0.5
@@ -57,6 +60,10 @@ class Options:
     source: str = "problems"
     rate: str = ""  # arrivals; "" = closed loop, or the trace's own times
     concurrency: int = 0  # closed loop; 0 = open
+    sessions: tuple[int, ...] = ()  # closed loops, one after another, with figures by session
+    num_gpus: int = 1  # of the server, for figures a GPU
+    session_header: str = "X-Session-ID"
+    simulated: float = 0.0  # acceptance that the server must say it simulates
     num: int = 0
     duration_s: float = 0.0
     warmup: int = 4
@@ -74,6 +81,7 @@ class Options:
     cacert: str = ""  # file of certificates to trust; "": as the machine does
     json_path: str = ""
     quiet: bool = False
+    agree: bool = False  # compare with the server's own metrics
 
     def shown(self) -> dict[str, Any]:
         """For the result file; keys are left out."""
@@ -103,6 +111,21 @@ def parser() -> argparse.ArgumentParser:
     add("--source", default="problems", help="what to send, see below (%(default)s)")
     add("--rate", default="", help="open loop: when to send, see below")
     add("--concurrency", type=int, default=0, help="closed loop: so many sessions at a time")
+    add(
+        "--sessions",
+        default="",
+        metavar="N,…",
+        help="so many sessions at a time, with a report by session; several: one after another",
+    )
+    add("--gpus", dest="num_gpus", type=int, default=1, help="of the server, for figures a GPU")
+    add("--session-header", default="X-Session-ID", help="names a session; '': none (%(default)s)")
+    add(
+        "--simulated",
+        type=float,
+        default=0.0,
+        metavar="LEN",
+        help="tokens of a step that the server must simulate, and nothing else; said on every page",
+    )
     add("--num", type=int, default=0, help="sessions (requests, if they have one turn)")
     add("--duration", dest="duration_s", type=float, default=0.0, help="in which sessions begin, s")
     add("--warmup", type=int, default=4, help="requests before the run, not counted (%(default)s)")
@@ -124,6 +147,7 @@ def parser() -> argparse.ArgumentParser:
     add("--extra", default="{}", help="JSON object: further fields of every body")
     add("--header", action="append", default=[], metavar="NAME: VALUE")
     add("--json", dest="json_path", default="", metavar="FILE", help="write all that was measured")
+    add("--agree", action="store_true", help="compare with the server's /metrics; no warm-up")
     add("--quiet", action="store_true", help="no progress")
     return made
 
@@ -136,6 +160,7 @@ def parse(argv: Sequence[str]) -> Options:
         "headers": _headers(given.pop("header"), given.pop("api_key_file")),
         "extra": _object(given.pop("extra")),
         "rate": _arrivals(given.pop("rate")),
+        "sessions": _counts(given.pop("sessions")),
         "urls": tuple(
             url.rstrip("/").removesuffix("/v1")
             for url in (given.pop("url") or DEFAULT_URL).split(",")
@@ -149,6 +174,8 @@ def parse(argv: Sequence[str]) -> Options:
         ),
     }
     options = with_defaults(Options(**made, **given))
+    if options.agree:
+        options = replace(options, warmup=0)
     _check(options)
     return options
 
@@ -163,6 +190,9 @@ def main(argv: Sequence[str]) -> int:
 
 def with_defaults(options: Options) -> Options:
     """With what is needed and was not said: when to send, and how much."""
+    if options.sessions:
+        source = AGENTS if options.source == "problems" else options.source
+        return replace(options, source=source, concurrency=options.sessions[0])
     if _is_trace(options):
         return options
     if not (options.rate or options.concurrency or options.search or options.duration_s):
@@ -210,6 +240,16 @@ def _arrivals(text: str) -> str:
     return f"poisson:{text}"
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        counts = (0,)
+    if any(count < 1 for count in counts):
+        raise ValueError(f"--sessions: {text!r} is no list of numbers above 0")
+    return counts
+
+
 def _object(text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
@@ -238,9 +278,13 @@ def _check(options: Options) -> None:
             raise ValueError("--search: tries rates; leave out --concurrency and traces")
         if options.objectives == Objectives():
             raise ValueError("--search: needs --slo")
-    elif bool(options.rate) + bool(options.concurrency) + (is_trace and not options.rate) != 1:
+    elif not options.sessions and (
+        bool(options.rate) + bool(options.concurrency) + (is_trace and not options.rate) != 1
+    ):
         raise ValueError("say when to send: either --rate, or --concurrency, or a trace")
-    if options.concurrency and not options.num:
+    if options.sessions and (options.repeat > 1 or options.num_gpus < 1):
+        raise ValueError("--sessions: no --repeat, and --gpus of at least 1")
+    if options.concurrency and not options.num and not options.sessions:
         raise ValueError("say how much to send: --num, with --concurrency and --duration too")
     for name in ("concurrency", "num", "duration_s", "warmup"):
         if getattr(options, name) < 0:

@@ -21,6 +21,7 @@ class Turn(msgspec.Struct, frozen=True):
     think_s: float = 0.0  # from the end of the turn before it (of the first: from the start)
     extra: dict[str, Any] = {}  # further fields of the body
     num_prompt_tokens: int = 0  # what the source meant it to be, without the template; 0 = unknown
+    is_whole: bool = False  # the prompt is all of the conversation, in place of what came before
 
 
 class Session(msgspec.Struct, frozen=True):

@@ -187,6 +187,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("results", nargs="+", metavar="RESULT", help="result file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a plot, HTML")
+    parser.add_argument(
+        "--sessions", type=Path, metavar="FILE", help="figures by session, and a plot, SVG"
+    )
     args = parser.parse_args(argv)
     read = [(Path(path).name.split(".json")[0], result.read(path)) for path in args.results]
     named = [(measured.named(name), measured) for name, measured in read]
@@ -194,6 +197,12 @@ def main(argv: Sequence[str]) -> int:
         print(table(named[0][1]), end="")
     else:
         print("\n".join(side_by_side([(name, measured.summaries) for name, measured in named])))
+    if args.sessions:
+        from benchmarks.load import sessions
+
+        for name, measured in named:
+            print("\n".join([name, *sessions.table(measured)]))
+        sessions.draw(named, args.sessions)
     if args.plot:
         from benchmarks.load.plot import draw
 

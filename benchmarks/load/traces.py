@@ -1,7 +1,11 @@
 """Recorded traffic: traces that bring their own start times.
 
     mooncake:FILE   JSON lines: timestamp (ms), input_length, output_length, hash_ids; aiperf's
-                    further fields session_id, delay (ms), text_input, messages, tools and extra
+                    further fields session_id, delay (ms), text_input, messages, tools, payload (a
+                    whole body with messages) and extra
+    weka:FILE       JSON lines, one a session, as InferenceX' AgentX replays them: block_size,
+                    hash_id_scope, and requests of t (s), in, out, hash_ids and think_time (s); a
+                    request of type subagent has requests of its own, which are a session
     burstgpt:FILE   CSV: Timestamp (s), Request tokens, Response tokens, maybe Session ID; failed
                     rows (no response tokens) are left out
 
@@ -9,6 +13,9 @@ A Mooncake hash id stands for the same `Options.block_size` tokens wherever it o
 may be a part of its block. Prompts have exactly the tokens that the trace says if
 `Words.is_additive`; for other tokenizers `num_prompt_tokens` says how many they have. Rows of one
 BurstGPT session begin alike; each is a request of its own with its own start.
+
+A prompt of Weka's is the whole conversation, answers that were recorded among it: what the server
+has said is dropped, so its KV is of no use to the next turn, as with any client that edits it.
 
 Times count from the first row. A session's later rows have a pause instead (delay), from the end of
 the turn before, and add their prompt to the conversation.
@@ -18,7 +25,7 @@ import csv
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -28,6 +35,7 @@ from benchmarks.load.records import Prompt, Session, Turn
 from benchmarks.load.words import Words, text_number
 
 AtLeastZero = Annotated[float, msgspec.Meta(ge=0, le=1e15)]  # a CSV file may say inf
+SCOPE = 1 << 40  # above all hash ids of a session
 BLOCK, OWN = 1, 2  # first number of the keys of texts after the seed
 
 
@@ -43,6 +51,8 @@ class Row(msgspec.Struct):
     blocks: tuple[int, ...] = ()  # hash ids
     key: int = 0  # whose text it is, beyond `blocks`
     prompt: Prompt | None = None  # the prompt itself, if the trace has it
+    block_size: int = 0  # of `blocks`; 0: as `Options` says
+    is_whole: bool = False  # see `Turn`
     extra: dict[str, Any] = {}
 
 
@@ -81,8 +91,8 @@ class Texts:
     def __init__(self, words: Words | None, options: Options, seed: int) -> None:
         self._words = words
         self._seed = seed
-        self._block_tokens = max(1, round(options.block_size * options.input_scale))
-        self._blocks: dict[int, list[str]] = {}
+        self._options = options
+        self._blocks: dict[tuple[int, int], list[str]] = {}
 
     def make(self, row: Row, num_tokens: int, glue: str) -> tuple[str, int]:
         """A prompt of `num_tokens` for `row` after `glue`, and the tokens it came out with."""
@@ -90,7 +100,9 @@ class Texts:
             raise ValueError(f"{row.where}: has lengths, which need a tokenizer")
         drawn: list[str] = []
         for block in row.blocks:
-            drawn += self._block(block)[: num_tokens - len(drawn)]
+            drawn += self._block(block, row.block_size or self._options.block_size)[
+                : num_tokens - len(drawn)
+            ]
             if len(drawn) == num_tokens:
                 break
         missing = num_tokens - len(drawn)
@@ -103,12 +115,12 @@ class Texts:
         """Tokens of a prompt that a trace has itself; 0 = unknown."""
         return self._words.count(prompt) if self._words and isinstance(prompt, str) else 0
 
-    def _block(self, block: int) -> list[str]:
+    def _block(self, block: int, size: int) -> list[str]:
         assert self._words is not None
-        if block not in self._blocks:
-            key = (self._seed, BLOCK, block)
-            self._blocks[block] = self._words.fixed(key, self._block_tokens)
-        return self._blocks[block]
+        num = max(1, round(size * self._options.input_scale))
+        if (block, num) not in self._blocks:
+            self._blocks[block, num] = self._words.fixed((self._seed, BLOCK, block), num)
+        return self._blocks[block, num]
 
 
 def _session(rows: list[Row], texts: Texts, options: Options, first_s: float) -> Session:
@@ -125,13 +137,15 @@ def _session(rows: list[Row], texts: Texts, options: Options, first_s: float) ->
         else:
             num_in = max(1, round(row.num_in * options.input_scale))
             num_out = max(1, num_out)
-            room = options.room(used)
+            room = options.room(0 if row.is_whole else used)
             if index and room is not None and num_in + num_out > room:
                 break
             num_in, num_out = lengths.clip(num_in, num_out, room)
-            made = texts.make(row, num_in, "" if options.chat or not index else " ")
+            glue = "" if options.chat or not index or row.is_whole else " "
+            made = texts.make(row, num_in, glue)
             extra = exactly(num_out) | extra
-        turns.append(Turn(made[0], num_out, row.think_s * options.time_scale, extra, made[1]))
+        think_s = row.think_s * options.time_scale
+        turns.append(Turn(made[0], num_out, think_s, extra, made[1], row.is_whole))
         used += made[1] + num_out + TEMPLATE_TOKENS
     at_s = rows[0].at_s
     start_s = None if at_s is None else (at_s - first_s) * options.time_scale
@@ -153,17 +167,25 @@ class Mooncake(msgspec.Struct, forbid_unknown_fields=True):
     tools: list[Any] = []
     extra: dict[str, Any] = {}
     type: str | None = None
+    payload: dict[str, Any] = {}
 
     def check(self, options: Options) -> None:
         """Raises ValueError if its fields do not fit each other."""
+        if self.payload:  # a whole body
+            self.messages, self.tools = self.payload.get("messages"), []
+            limits = ("max_completion_tokens", "max_tokens")
+            given = next((self.payload[n] for n in limits if self.payload.get(n)), None)
+            self.output_length = self.output_length if given is None else given
+            fixed = {"messages", "model", "stream", "stream_options", *limits}
+            self.extra = {k: v for k, v in self.payload.items() if k not in fixed} | self.extra
         if [self.input_length, self.text_input, self.messages].count(None) != 2:
-            raise ValueError("needs one of input_length, text_input, messages")
+            raise ValueError("needs one of input_length, text_input, messages, payload")
         for message in self.messages or ():
             if "role" not in message:
                 raise ValueError("messages must be objects with a role")
         if self.messages is not None and not options.chat:
             raise ValueError("completions take no messages")
-        in_session = self.messages is not None and self.session_id is not None
+        in_session = self.messages is not None and self.session_id is not None and not self.payload
         if in_session and self.message_mode != "delta":
             raise ValueError("messages of a session must be of message_mode delta")
         # Anything else is most likely another block size.
@@ -198,7 +220,59 @@ def _mooncake(path: Path, options: Options) -> Iterator[Row]:
                 key=number - 1,
                 prompt=raw.text_input or raw.messages,
                 extra=raw.extra | ({"tools": raw.tools} if raw.tools else {}),
+                is_whole=bool(raw.payload),
             )
+
+
+class Weka(msgspec.Struct):
+    """One request of a session, or a subagent's session within it."""
+
+    type: str = "n"
+    t: AtLeastZero = 0.0  # s
+    num_in: Annotated[int, msgspec.Meta(ge=1)] = msgspec.field(default=1, name="in")  # tokens
+    num_out: Annotated[int, msgspec.Meta(ge=0)] = msgspec.field(default=1, name="out")
+    hash_ids: list[int] = []
+    think_time: AtLeastZero = 0.0  # s, from the end of the request before
+    requests: "list[Weka]" = []
+
+
+class WekaSession(msgspec.Struct):
+    """One line."""
+
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
+    requests: Annotated[list[Weka], msgspec.Meta(min_length=1)]
+    hash_id_scope: Literal["local", "global"] = "local"
+
+
+def _weka(path: Path, options: Options) -> Iterator[Row]:
+    decode = msgspec.json.Decoder(WekaSession).decode
+
+    def rows(asked: list[Weka], name: str, whose: int, line: WekaSession) -> Iterator[Row]:
+        """Of one session, then of its subagents'."""
+        own = [each for each in asked if each.type != "subagent"]
+        for index, each in enumerate(own):
+            num_blocks = math.ceil(each.num_in / line.block_size)
+            if len(each.hash_ids) not in (0, num_blocks):
+                told = f"hash_ids has {len(each.hash_ids)} blocks, in has {num_blocks}"
+                raise ValueError(f"{name}: {told}")
+            scope = whose * SCOPE if line.hash_id_scope == "local" else 0
+            yield Row(
+                where=name, session=name, think_s=each.think_time if index else 0.0,
+                num_in=each.num_in, num_out=each.num_out, key=text_number(name),
+                blocks=tuple(block + scope for block in each.hash_ids),
+                block_size=line.block_size, is_whole=True,
+            )  # fmt: skip
+        for index, each in enumerate(each for each in asked if each.type == "subagent"):
+            yield from rows(each.requests, f"{name}.{index}", whose, line)
+
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if raw.strip():
+                try:
+                    line = decode(raw)
+                except ValueError as error:
+                    raise ValueError(f"{path}:{number}: {error}") from None
+                yield from rows(line.requests, f"{path}:{number}", number, line)
 
 
 class BurstGPT(
@@ -240,5 +314,6 @@ def _burstgpt(path: Path, _: Options) -> Iterator[Row]:
 
 READERS: dict[str, Callable[[Path, Options], Iterator[Row]]] = {
     "mooncake": _mooncake,
+    "weka": _weka,
     "burstgpt": _burstgpt,
 }

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
+from benchmarks.load import agents, prompts, traces
 from benchmarks.load import arrivals as open_loop
-from benchmarks.load import prompts, traces
 from benchmarks.load.prompts import Options
 from benchmarks.load.records import Session, Workload
 from benchmarks.load.words import Words
@@ -48,6 +48,10 @@ def workload(
         drawn = traces.sessions(source, words, options, seed)[:num_sessions]
         about["file_sha256"] = hashlib.sha256(Path(name).read_bytes()).hexdigest()
         num_sessions = len(drawn)
+    elif kind == "agents":
+        if num_sessions is None:
+            raise ValueError("agents: needs the number of sessions")
+        drawn = agents.sessions(name, words, options, seed, num_sessions)
     if arrivals is not None:
         times: Sequence[float | None] = open_loop.starts(
             arrivals, np.random.default_rng(time_seed), num_sessions, duration_s
@@ -58,7 +62,7 @@ def workload(
         raise ValueError("sessions: a closed loop needs their number")
     else:
         times = [None] * num_sessions
-    if not is_trace:
+    if not is_trace and kind != "agents":
         draw = prompts.source(source, words, options, tokenizer)
         turns = draw(np.random.default_rng(prompt_seed), len(times))
         drawn = [Session((turn,)) for turn in turns]

@@ -48,6 +48,7 @@ class ResponseAnswer(AnswerForm):
     ) -> None:
         assert isinstance(prepared.writer, ChatWriter)
         self._asked, self._writer, self._reqs = asked, prepared.writer, reqs
+        self._session = prepared.reqs[0].session
         self._blocks = Blocks(prepared.writer)
         # A client's own part of an id may hold anything.
         self._unique_id = f"{UNFIT.sub('_', unique_id)}-{asked.tag}"
@@ -131,7 +132,8 @@ class ResponseAnswer(AnswerForm):
         empty = dict.fromkeys(("error", "incomplete_details", "usage", "completed_at"))
         asked, head = self._asked, {**self._head, **empty, "store": self._asked.keeps, **more}
         made = to_json(output) if output else NOTHING
-        return Kept(asked.owner, self.name, to_json(head), (made,), status, asked.is_background)
+        made_of = asked.owner, self.name, to_json(head), (made,), status, asked.is_background
+        return Kept(*made_of, self._session)
 
     def _keep(self, response: Kept) -> bool:
         """Whether it is kept, if it is to be."""

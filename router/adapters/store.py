@@ -49,6 +49,7 @@ class Kept(msgspec.Struct, frozen=True):
     parts: Sequence[bytes]
     status: str
     is_background: bool = False
+    session: str = ""  # `Req.session`
 
     @property
     def is_open(self) -> bool:

@@ -84,6 +84,7 @@ class Dispatcher:
             alive=lambda role: len(fleet.members.live(role)),
             decodes=lambda: [known.stats for known in fleet.members.live("decode")],
             drafting=partial(drafting, fleet.members),
+            sessions=lambda: len(self._queue.sessions),
         )
         metrics.watch(live)
 
@@ -102,6 +103,8 @@ class Dispatcher:
         if server is not None:
             req.trace = server.below(now, {"kvlane.choice": req.index})
         self._reqs[req.req_id] = req
+        if req.session:
+            self._queue.sessions.begin(req.session)
         if self._closed:
             self._end(req, _failed(req, _stopping()))
             return
@@ -131,6 +134,8 @@ class Dispatcher:
                             self._on_chunk(peer, chunk, now)
                     case Pong():
                         self._members.pong(peer, message.stats)
+                        turns = message.stats.turns if message.stats is not None else ()
+                        self._queue.sessions.heard(peer, turns)
                         self._queue.place()
                     case Refused():
                         self._on_refused(peer, message)
@@ -235,7 +240,7 @@ class Dispatcher:
             req.first_token_at, req.queued_first_s = now, req.queued_s
             where = _prefilled(req, self._members.get(req.decoded_by))
             self._metrics.ttft(where).observe(now - req.arrived_at, req.trace_id)
-            self._metrics.prompt(len(req.prompt), req.num_cached_tokens)
+            self._metrics.prompt(len(req.prompt), req.num_cached_tokens, req.went)
         with DETOKENIZER:
             piece = req.output.feed(tokens)
         num = piece.num_tokens

@@ -46,6 +46,11 @@ class Known:
         return max(0, of_others) + self.num_sent
 
     @property
+    def load(self) -> float:
+        """Requests per row; above 1 means that some wait."""
+        return self.num_requests / max(1, self.stats.max_num_reqs)
+
+    @property
     def is_full(self) -> bool:
         """Whether enough wait there for rows; more wait here, where turns are fair."""
         rows = self.stats.max_num_reqs

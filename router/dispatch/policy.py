@@ -39,6 +39,8 @@ class Route:
 class Policy(Protocol):
     """Chooses workers. One per router, used on its loop only; it must be quick and never block."""
 
+    follows_sessions: bool = False  # whether `Sessions` is asked first
+
     def choose(self, prompt: Prompt, decode: Pool, prefill: Pool, salt: str = "") -> Route:
         """Place a request at one of `decode`, which may take it and are at least one.
 
@@ -68,7 +70,7 @@ class LeastLoaded(Policy):
     """
 
     def choose(self, prompt: Prompt, decode: Pool, prefill: Pool, salt: str = "") -> Route:
-        best = min(decode, key=lambda known: (_load(known), random.random()))
+        best = min(decode, key=lambda known: (known.load, random.random()))
         pool = _eligible(best, prefill)
         pool.sort(key=lambda known: (_prefill_wait_s(known), random.random()))
         return _route(best, pool)
@@ -79,6 +81,8 @@ class PrefixAware(Policy):
 
     A worker beyond its rows has no advantage that counts: its prompts would wait.
     """
+
+    follows_sessions = True
 
     def __init__(self) -> None:
         self._prefixes = Prefixes()
@@ -91,7 +95,7 @@ class PrefixAware(Policy):
             return prefixes.held(blocks, known.peer, known.stats.snapshot_grid)
 
         def cost(known: Known) -> tuple[float, float]:
-            load = _load(known)
+            load = known.load
             return load - (held(known) * weight if load < 1 else 0.0), random.random()
 
         def wait_s(known: Known) -> tuple[float, float]:
@@ -133,11 +137,6 @@ class RoundRobin(Policy):
 def policy(name: str) -> Policy:
     """A fresh policy; raises a UserError that lists the names if there is none of this name."""
     return resolve("routing policy", name, POLICIES)()
-
-
-def _load(known: Known) -> float:
-    """Requests per row; above 1 means that some wait."""
-    return known.num_requests / max(1, known.stats.max_num_reqs)
 
 
 def _prefill_wait_s(known: Known) -> float:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from router.dispatch.mailbox import Mailbox
 from router.dispatch.members import WORKERS, Known
 from router.dispatch.policy import Fleet, Route
+from router.dispatch.sessions import Sessions, Where
 from router.dispatch.suspect import Suspect
 from router.dispatch.turns import OUTPUT_WEIGHT, Turns
 from router.observe.stages import StageTimes, stage_times
@@ -58,6 +59,9 @@ class Req:
     leader: Req | None = None  # another choice with the same prompt, submitted before this one
     salt: str = ""  # `Generate.salt`
     leads: bool = False  # it is the leader of others
+    session: str = ""  # "owner/name", digests, of whose turn it is: `http/identity.py`
+    keep_s: float | None = None  # `cache_ttl`; None: for its owner's usual pause
+    went: Where | None = None  # as it was sent last
     # Set when it is submitted.
     req_id: str = ""  # unique in the cluster: workers know it by this
     client: str = ""  # whom it counts for in turns: `http/source.py`
@@ -159,6 +163,7 @@ class Queue:
         self._expired = expired
         self._loop = asyncio.get_running_loop()
         self._waiting: Turns[Req] = Turns()
+        self.sessions = Sessions()
         self.num_of = self._waiting.num_of
         self._begun: list[Req] = []  # have output, and go before all others
         self._goes_on = False  # `place` has stopped in between, and is to come again
@@ -223,6 +228,9 @@ class Queue:
             prefill = [k for k in self._members.live("prefill") if not k.stats.draining]
             with_leader, after = _follow(req, decode)
             among = with_leader or preferred or decode
+            if req.session and self._policy.follows_sessions:
+                at = self.sessions.choose(req.session, among)
+                among = among if at is None else [at]
             route = self._policy.choose(req.prompt, among, prefill, req.salt)
             self._send(req, route, after)
         doomed: list[Req] = []
@@ -244,6 +252,8 @@ class Queue:
 
     def leave(self, req: Req, *, served: bool) -> None:
         """Take `req` out of the queue or from its worker: it has ended, or was refused or lost."""
+        if served and req.session:
+            self.sessions.end(req.session)
         self._waiting.remove(req)
         self._begun = [other for other in self._begun if other is not req]
         route, req.route = req.route, None
@@ -312,6 +322,8 @@ class Queue:
         req.dispatch += 1
         req.queued_s += now - req.queued_at
         self._at(req, route, now)
+        if req.session:
+            req.went = self.sessions.sent(req.session, route.decode)
         trace = ""
         if req.trace is not None:
             req.trace.enter("dispatch", now, {"kvlane.worker": route.decode}, asks=True)
@@ -329,6 +341,8 @@ class Queue:
             key=req.key,
             salt=req.salt,
             leads=req.leads,
+            session=req.session,
+            keep_s=self.sessions.pause_s(req.session) if req.keep_s is None else req.keep_s,
         )
         log.debug("req_id=%s dispatch %d to %s", req.req_id, req.dispatch, route.decode)
         self._wire.send(route.decode, generate)

@@ -16,6 +16,7 @@ from router.errors import ApiError, invalid
 from router.http.admission import Admission
 from router.http.answer import Answer
 from router.http.exchange import Exchange
+from router.http.identity import identify
 from router.http.request_body import check_values, read_body
 from router.openai.body import Prepared
 from router.openai.prepare import Preparer
@@ -123,6 +124,7 @@ class Api:
 
         def work() -> Prepared:
             prepared = prepare(raw, exchange.own_salt)
+            identify(prepared, request.headers, exchange.client, exchange.unique_id)
             if given:
                 give_keys(prepared.reqs, exchange.client, given, raw, seeded=prepared.is_seeded)
             return prepared

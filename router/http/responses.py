@@ -159,7 +159,10 @@ class ResponseRoutes:
         )
         prepared = self._api.preparer.of_chat(chat, own_salt)
         background = not condenses and bool(getattr(body, "background", False))
-        return replace(prepared, form=partial(form, asked), is_background=background)
+        before = known.responses.get(body.previous_response_id or "")
+        session = before.session if before is not None else ""
+        named = prepared.named._replace(previous=session, begins=keeps)
+        return replace(prepared, form=partial(form, asked), is_background=background, named=named)
 
 
 async def _run(answer: Answer) -> None:

@@ -107,6 +107,9 @@ class Part(msgspec.Struct, frozen=True):
     latencies: "dict[str, Spread]"
     history: History
     hour: History
+    sessions: int = 0  # known, with a turn in the last minutes
+    # Of sessions' turns: home, moved, new; and prompt tokens of those that went home, and cached.
+    turns: dict[str, int] = {}
 
 
 class Latency(msgspec.Struct, frozen=True):
@@ -184,6 +187,8 @@ class Board(msgspec.Struct, frozen=True):
     routers: list[RouterRow]
     workers: list[WorkerRow]
     changes: list[Change]  # the last one first
+    sessions: int  # all routers know the same ones, or nearly
+    turns: dict[str, int]  # see `Part.turns`
 
 
 def verdict(

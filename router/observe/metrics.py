@@ -34,6 +34,7 @@ OUTCOMES = (
     "stop", "length", "abort", "busy", "no_worker", "timeout", "internal_error",
 )  # fmt: skip
 PREFILLS = ("local", "pulled", "cached")
+WHERE = ("home", "moved", "new")  # went a turn
 WORKER_ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
@@ -89,6 +90,10 @@ class RouterMetrics(Families):
         buckets=STAGE_BUCKETS,
     )
     pulled_bytes = counter("request_pulled_bytes", "Bytes of KV that came so")
+    sessions = gauge("sessions", "Sessions of the last minutes")
+    turns = counter("session_turns", "Their turns: home (where the last went), moved, new", "where")
+    turn_tokens = counter("session_prompt_tokens", "Their prompt tokens", "where")
+    turn_cached = counter("session_prompt_tokens_cached", "Of these, found", "where")
     running = gauge("requests_running", "Choices that are at a decode worker")
     waiting = gauge("requests_waiting", "Choices that wait for a decode worker")
     decoding = gauge("requests_decoding", "Choices that have had their first token")
@@ -107,7 +112,7 @@ class RouterMetrics(Families):
         super().__init__(model=model, role="router", worker=worker)
         self.count_from_zero(
             requests=OUTCOMES, retries=RETRY_CAUSES, ttft=PREFILLS, stages=STAGES,
-            deaths=WORKER_ROLES,
+            deaths=WORKER_ROLES, turns=WHERE, turn_tokens=WHERE, turn_cached=WHERE,
         )  # fmt: skip
         self.stale_chunks = self.dropped("chunk")
         self.first_tokens = tuple(self.ttft(where) for where in PREFILLS)
@@ -116,11 +121,18 @@ class RouterMetrics(Families):
         if self._vllm is not None:
             self.registry.register(self._vllm)
 
-    def prompt(self, num_tokens: int, num_cached: int) -> None:
-        """Count the prompt of a choice that has got its first token."""
+    def prompt(self, num_tokens: int, num_cached: int, went: str | None = None) -> None:
+        """Count the prompt of a choice that has got its first token.
+
+        went: where it went if it is a session's turn.
+        """
         self.prompt_tokens.inc(num_tokens)
         self.prompt_length.observe(num_tokens)
         self.cached_tokens.inc(num_cached)
+        if went is not None:
+            self.turns(went).inc()
+            self.turn_tokens(went).inc(num_tokens)
+            self.turn_cached(went).inc(num_cached)
 
     def ended(self, outcome: str) -> None:
         """Count the end of one choice; a request without any counts in `requests` alone."""
@@ -143,6 +155,7 @@ class RouterMetrics(Families):
         self.live = live
         self.running.set_function(live.running)
         self.waiting.set_function(live.waiting)
+        self.sessions.set_function(live.sessions)
         self.decoding.set_function(lambda: len(live.outputs()))
         for role in WORKER_ROLES:
             self.alive(role).set_function(partial(live.alive, role))

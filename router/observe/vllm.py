@@ -51,6 +51,7 @@ class Live:
     decodes: Callable[[], Sequence[WorkerStats]] = tuple  # what live ones said last
     # The same by name, of those whose drafts a router of this name exports.
     drafting: Callable[[str], Mapping[str, WorkerStats]] = lambda router: {}
+    sessions: Callable[[], int] = int  # known, with a turn in the last minutes
 
 
 class _Scrape:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET
@@ -69,6 +69,19 @@ class AnswerForm(Protocol):
         """Nothing more is written."""
 
 
+class Named(NamedTuple):
+    """What a body says of the session that it is a turn of; see `http.identity`."""
+
+    session_id: str = ""
+    cache_key: str = ""  # prompt_cache_key, or what stands inside metadata.user_id
+    ttl_s: float | None = None  # `cache_ttl`
+    previous: str = ""  # the session of the response that it goes on with, as `Req.session`
+    begins: bool = False  # others may go on with it
+
+
+UNNAMED = Named()
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A request that has passed every check."""
@@ -90,6 +103,7 @@ class Prepared:
     priority: int = 0
     is_seeded: bool = False  # the body has a seed
     is_background: bool = False  # nobody waits for it
+    named: Named = UNNAMED
     grammar_param: str = ""  # the field that asked for the grammar, if there is one
     # Given this, the answer's own id and its choices, which come meanwhile; None: `Body`.
     form: "Callable[[Prepared, str, Sequence[Req]], AnswerForm] | None" = None

@@ -41,9 +41,9 @@ HARMLESS: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
 NO_PART = frozenset({
     "cache_control", "custom_labels", "function_call", "guided_decoding_backend",
     "length_penalty", "metadata", "ngram_corpus_id", "prediction",
-    "prompt_cache_key", "prompt_cache_retention", "request_id", "return_mm_kwargs",
+    "prompt_cache_retention", "request_id", "return_mm_kwargs",
     "return_token_offsets", "rid", "routed_experts_prompt_start", "routed_experts_start_len",
-    "safety_identifier", "service_tier", "session_id", "spaces_between_special_tokens", "store",
+    "safety_identifier", "service_tier", "spaces_between_special_tokens", "store",
     "user",
     "stream_options.include_obfuscation", "structured_outputs.disable_additional_properties",
     "structured_outputs.disable_any_whitespace", "structured_outputs.disable_fallback",

@@ -298,6 +298,7 @@ class Preparer:
             unheeded=(*job.unheeded, *job.unkept),
             priority=body.priority,
             is_seeded=body.seed is not None,
+            named=body.named,
             grammar_param=job.grammar_param,
         )
 

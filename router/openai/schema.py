@@ -4,21 +4,26 @@ Unknown fields are accepted, as in vLLM, but not in silence: `router.openai.fiel
 """
 
 import hashlib
+import json
 import secrets
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from router.errors import invalid
+from router.openai.body import Named
 from router.openai.defaults import Defaults, MinP, RepetitionPenalty, Temperature, TopK, TopP, given
 from router.openai.fields import check_built, foreign, is_hosted
-from router.openai.reading import Many, RequestModel, contradiction, read
+from router.openai.reading import Many, RequestModel, contradiction, mapping, read
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Sampling
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 16 << 10  # of all stop strings of a request
 MAX_SALT_CHARS = 256
+MAX_SESSION_CHARS = 1024
+MAX_TTL_S = 86_400.0
 MAX_CHOICES = 128
 MAX_BIASES = 1024
 MAX_TOOLS = 512
@@ -92,7 +97,29 @@ class Salted(RequestModel):
         return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
 
-class GenerationBody(Salted):
+class Sessioned(RequestModel):
+    """Which conversation a request is a turn of, and how long its KV is worth keeping."""
+
+    session_id: str | None = Field(None, max_length=MAX_SESSION_CHARS)  # SGLang's
+    prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION_CHARS)  # OpenAI's
+    cache_ttl: float | None = Field(
+        None, ge=0, le=MAX_TTL_S,
+        description="kvlane's own: seconds after its end in which its KV is evicted last",
+    )  # fmt: skip
+
+    @property
+    def named(self) -> Named:
+        """What it says of its session."""
+        key = self.prompt_cache_key or ""
+        user = mapping((self.model_extra or {}).get("metadata")).get("user_id")
+        if not key and isinstance(user, str) and user.startswith("{"):  # Claude Code's
+            with suppress(ValueError, RecursionError):
+                inside = mapping(json.loads(user)).get("session_id")
+                key = inside if isinstance(inside, str) else ""
+        return Named(self.session_id or "", key, self.cache_ttl)
+
+
+class GenerationBody(Salted, Sessioned):
     """What both generation endpoints share."""
 
     # Output tokens where the body names no limit; None: as many as the prompt leaves room for.

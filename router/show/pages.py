@@ -133,6 +133,8 @@ class Pages:
             routers=routers,
             workers=workers,
             changes=changes,
+            sessions=max(part.sessions for part in parts),
+            turns=board.counted(part.turns for part in parts),
         )
 
     def _rows(

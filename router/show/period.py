@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from router.observe.board import History, Part, Rates, Spread, together
-from router.observe.metrics import PREFILLS, RouterMetrics
+from router.observe.metrics import PREFILLS, WHERE, RouterMetrics
 from router.observe.tally import total
 
 STEP_S = 2.0
@@ -35,6 +35,8 @@ class Reading:
     pulled_bytes: float
     latencies: Mapping[str, Spread]
     at: float = field(default_factory=time.monotonic)
+    sessions: int = 0
+    turns: Mapping[str, float] = field(default_factory=dict[str, float])  # see `Part.turns`
 
 
 def read(metrics: RouterMetrics) -> Reading:
@@ -46,6 +48,8 @@ def read(metrics: RouterMetrics) -> Reading:
         "kv_pull": (metrics.pulls,),
     }
     families = metrics.collectors["requests"].collect()
+    at_home = {"tokens": metrics.turn_tokens("home"), "cached": metrics.turn_cached("home")}
+    counters = {where: metrics.turns(where) for where in WHERE} | at_home
     ended = {s.labels["outcome"]: s.value for family in families for s in family.samples}
     return Reading(
         running=metrics.live.running(),
@@ -62,6 +66,8 @@ def read(metrics: RouterMetrics) -> Reading:
         latencies={
             name: together([tally.spread() for tally in parts]) for name, parts in tallies.items()
         },
+        sessions=metrics.live.sessions(),
+        turns={name: total(counter) for name, counter in counters.items()},
     )
 
 
@@ -114,6 +120,8 @@ class Period:
             },
             history=_history(self._readings),
             hour=_history(self._of_hour),
+            sessions=now.sessions,
+            turns=_difference(now.turns, first.turns),
         )
 
 

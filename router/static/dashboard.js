@@ -169,6 +169,11 @@ function showTiles() {
     percent(board.cached_tokens, board.prompt_tokens),
     `of ${amount(board.prompt_tokens)} prompt tokens`,
   );
+  if (board.sessions) {
+    const { home = 0, moved: left = 0, new: first = 0, tokens = 0, cached = 0 } = board.turns;
+    const found = `${percent(cached, tokens)} of their prompts found there`;
+    tile("Sessions", amount(board.sessions), `${percent(home, home + left + first)} of turns went home, ${found}`);
+  }
   tile(
     "Errors",
     amount(numBad),

@@ -41,6 +41,7 @@ def parse() -> argparse.Namespace:
     add("--sessions", type=int, default=16)
     add("--turns", type=int, default=20)
     add("--scale", type=float, default=1.0, help="of all lengths in tokens")
+    add("--named", action="store_true", help="every request names its session")
     add("--set", action="append", default=[], metavar="A.B=C", help="of the cluster")
     return made.parse_args()
 
@@ -64,7 +65,8 @@ async def converse(http: aiohttp.ClientSession, url: str, options: Any, number: 
     for _ in range(options.turns):
         body = {"prompt": tokens, "max_tokens": len(text(own, *ANSWER)), "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True}
-        async with http.post(f"{url}/v1/completions", json=body) as response:
+        named = {"X-Session-ID": f"session {number}"} if options.named else None
+        async with http.post(f"{url}/v1/completions", json=body, headers=named) as response:
             answer = await response.json()
             assert response.status == 200, answer
         num_asked += len(tokens)

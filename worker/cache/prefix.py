@@ -32,6 +32,7 @@ class Node:
     depth: int = 0  # pages of its prefix
     children: dict[Key, Node] = field(default_factory=dict)
     num_locks: int = 0
+    kept_until: float = 0.0  # evicted behind all that have less
     used_at: int = 0
     state: int = 0  # slot of the snapshot of its prefix, where layers are recurrent; 0: none
     is_offered: bool = False  # has an entry in the tree's queue
@@ -62,8 +63,10 @@ class PrefixTree:
         self.num_pages = 0
         self.num_evictable = 0  # pages of nodes without a lock
         self._clock = 0
-        # What can be evicted: (used_at, -depth, id, node), some entries stale.
-        self._queue: list[tuple[int, int, int, Node]] = []
+        self.num_kept = 0  # pages with a `kept_until`
+        self.num_kept_evicted = 0
+        # What can be evicted: (kept_until, used_at, -depth, id, node), some entries stale.
+        self._queue: list[tuple[float, int, int, int, Node]] = []
 
     def first_read(self, num_pages: int) -> int:
         """Index of the first page that is read of a text which goes on behind `num_pages` pages."""
@@ -154,20 +157,36 @@ class PrefixTree:
                 self.num_evictable += 1
                 self._offer(node)
 
-    def evict(self, count: int) -> list[int]:
-        """Drop up to `count` unlocked pages, least recently used first; their ids.
+    def keep(self, nodes: Iterable[Node], until: float) -> None:
+        """Evict pages of `nodes` behind all that have less of `until`; 0: as all others."""
+        for node in nodes:
+            if not node.page or node.kept_until == until:
+                continue
+            self.num_kept += (until > 0) - (node.kept_until > 0)
+            goes_sooner, node.kept_until = until < node.kept_until, until
+            if goes_sooner:  # its entry in the queue stands too far behind
+                node.is_offered = False
+                self._offer(node)
 
-        Of a prefix the last ones first. Without a span only leaves are dropped.
+    def evict(self, count: int) -> list[int]:
+        """Drop up to `count` unlocked pages; their ids.
+
+        Those that `keep` has named are last; else the least recently used first, of a prefix the
+        last ones first. Without a span only leaves are dropped.
         """
         pages: list[int] = []
         while len(pages) < count and self._queue:
-            used_at, _, _, node = heapq.heappop(self._queue)
+            until, used_at, _, _, node = heapq.heappop(self._queue)
             node.is_offered = False
             if not self._can_go(node):
                 continue
-            if node.used_at != used_at:
+            if (node.kept_until, node.used_at) != (until, used_at):
                 self._offer(node)
                 continue
+            if until:
+                node.kept_until = 0.0
+                self.num_kept -= 1
+                self.num_kept_evicted += 1
             pages.append(node.page)
             node.page = 0
             self._gone(node)
@@ -187,4 +206,5 @@ class PrefixTree:
         """Make `node` known to eviction if it can go."""
         if not node.is_offered and self._can_go(node):
             node.is_offered = True
-            heapq.heappush(self._queue, (node.used_at, -node.depth, id(node), node))
+            entry = node.kept_until, node.used_at, -node.depth, id(node), node
+            heapq.heappush(self._queue, entry)

@@ -213,6 +213,8 @@ class WorkerMetrics(Families):
     waiting = gauge("requests_waiting", "Requests admitted and without a row")
     queued = gauge("requests_queued", "Requests by the stage they wait in", "stage")
     pages = gauge("kv_pages", "KV pages by state", "state")
+    evicted_early = reading("kv_retained_pages_evicted", "Retained pages that were evicted")
+    sessions = gauge("sessions_retained", "Sessions with retained pages, evicted last")
     usage = gauge("kv_cache_usage_ratio", "Share of KV pages in use or promised, 0 to 1")
     slots = gauge("state_slots", "Slots of recurrent states, if the model has any", "state")
     moe_layer_steps = reading("moe_layer_steps", "Layers of experts computed, over all steps")

@@ -79,9 +79,13 @@ class Admission:
             timeline=Timeline(now, spans),
             claim_key=message.key,
             salt=message.salt,
+            session=message.session,
+            keep_s=message.keep_s,
         )
         if not self._queues.admit(req):
             raise Busy("no KV pages or slots of state left", BUSY_RETRY_S)
+        if message.session:
+            self._queues.retention.begun(message.session)
         if message.sampling.grammar:  # it is compiled
             output = message.tokens[message.num_prompt_tokens :]
             try:

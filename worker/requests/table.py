@@ -183,6 +183,7 @@ class Requests:
         """End requests that are past their deadline. Their routers should have aborted them."""
         self.sweep_at = now + SWEEP_S
         self.kept.sweep(now)
+        self._scheduler.queues.retention.sweep()
         for req in [req for req in self.reqs.values() if now > req.deadline_at]:
             error = Error(DeadlinePassed.code, "the request's deadline has passed")
             self.replies.error(req, error)

@@ -15,6 +15,7 @@ from worker.config import EngineConfig
 from worker.plan import Chunk
 from worker.schedule.prefill import chunk_end
 from worker.schedule.req import Phase, Req
+from worker.schedule.retention import Retention
 from worker.schedule.rows import RowTable
 from worker.schedule.shares import RouterShares
 
@@ -43,6 +44,7 @@ class DecodeQueues:
         self.preempted: list[Req] = []
         self.leaving: set[Req] = set()  # preempted as soon as their step in flight settles
         self.shares = RouterShares(book, engine)
+        self.retention = Retention(book)
         self.rows = RowTable(
             int(engine.max_num_reqs), int(engine.penalty_rows), with_text=with_text
         )
@@ -220,6 +222,8 @@ class DecodeQueues:
         if req.hold is not None:
             self.book.snapshots.leave_row(req.hold, req.num_folded, req.num_folded_ub)
             self.book.commit(req.hold, req.tokens[: req.num_computed_tokens])
+            if req.session:
+                self.retention.ended(req.hold, req.session, req.keep_s)
             self.book.close(req.hold)
             req.hold = None
             self.shares.holders.discard(req)

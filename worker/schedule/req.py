@@ -80,6 +80,8 @@ class Req:
     matcher: "Matcher | None" = None  # of its grammar; None = free text
     timeline: Timeline = field(default_factory=Timeline)
     claim_key: str = ""  # `Generate.key`
+    session: str = ""  # `Generate.session`, as the next
+    keep_s: float = 0.0
     salt: str = ""  # `Generate.salt`; kept here, as a preempted request has no hold
     sent: bytearray | None = None  # all of it, under whatever id, if it can be claimed: `kept.keep`
     max_len: int = field(init=False)  # tokens of prompt + output at which it ends with LENGTH

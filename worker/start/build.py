@@ -241,6 +241,8 @@ def _metrics(
     metrics.pages("available").set_function(lambda: book.num_available)
     metrics.pages("reserved").set_function(lambda: book.num_reserved)
     metrics.pages("private").set_function(lambda: book.num_private)
+    metrics.pages("retained").set_function(lambda: book.tree.num_kept)
+    metrics.evicted_early.set_function(lambda: book.tree.num_kept_evicted)
     metrics.usage.set_function(lambda: 1 - book.num_available / book.num_pages)
     if book.num_slots:
         metrics.slots("free").set_function(lambda: book.num_free_slots)

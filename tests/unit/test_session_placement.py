@@ -1,0 +1,46 @@
+"""Affinity over four decode workers, beside one worker with the whole pool and beside least_loaded.
+
+16 sessions of 12 turns with a system prompt in common (`tests.support.simulated_sessions`).
+"""
+
+from functools import cache
+
+import pytest
+
+from tests.support.simulated_sessions import Simulated
+
+SESSIONS, TURNS, ROWS = 16, 12, 64
+PAGES = 3200  # hold the whole trace; system prompts of three more workers are 192 of them
+
+
+@cache
+def served(num_workers: int, policy: str = "prefix_aware", *, kills: bool = False) -> Simulated:
+    simulated = Simulated(num_workers, PAGES, ROWS, policy_name=policy, seed=1)
+    simulated.run(SESSIONS, TURNS, kill_at=9.0 if kills else None)
+    return simulated
+
+
+def test_four_workers_prefill_hardly_more_than_one_that_has_all_pages() -> None:
+    whole, four = served(1).num_prefilled, served(4).num_prefilled
+    print(f"prefilled: {four} tokens of four workers, {whole} of one, {four / whole:.3f} times")
+    assert four <= 1.1 * whole
+    assert served(4).num_moved == 0
+    prefilled = [worker.num_prefilled for worker in served(4).workers.values()]
+    assert max(prefilled) < 1.3 * min(prefilled), "sessions spread"
+
+
+@pytest.mark.parametrize("q", [0.5, 0.99])
+def test_no_first_token_is_later_than_with_least_loaded(q: float) -> None:
+    least = served(4, "least_loaded")
+    print(f"q {q}: {served(4).first_token_s(q):.3f} s, least_loaded {least.first_token_s(q):.3f} s")
+    assert served(4).first_token_s(q) <= least.first_token_s(q)
+
+
+def test_a_killed_worker_s_sessions_move_and_none_fails() -> None:
+    killed = served(4, kills=True)
+    assert len(killed.ended) == SESSIONS * TURNS
+    assert killed.num_moved == SESSIONS / 4
+    dead, *others = killed.workers.values()
+    assert not dead.lives
+    prefilled = [worker.num_prefilled for worker in others]
+    assert max(prefilled) < 1.5 * min(prefilled)
