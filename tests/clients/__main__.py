@@ -163,7 +163,8 @@ def main() -> int:
     if args.load:
         return _load(names)
     root = Path("/tmp") / f"clients{os.getpid()}"
-    serve = Serve(root).start("--prefill", "1")
+    strict = ("--set", "router.strict_tools=true") if args.agents else ()
+    serve = Serve(root).start("--prefill", "1", *strict)
     try:
         serve.wait_ready()
         rows = []

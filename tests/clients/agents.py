@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tests.clients.relay import Exchange, relay
 
 LIMIT_S = 900  # of a turn
 ASKS = re.compile(r"/v1/(?:chat/completions|responses|messages)(?:\?|$)")
-CALLED = re.compile(r'"type": ?"(?:tool_use|(?:custom_tool|function)_call)"|"tool_calls": ?\[\{')
+CALLS = "tool_use", "function_call", "custom_tool_call"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,44 @@ AGENTS = {
 
 
 def lacks(kept: list[Exchange], *more: str) -> str:
-    """Why these exchanges are no turn with a call, "" if they are one; more: what else is wrong."""
+    """Why these exchanges are no turn with a call of a tool that the agent has, "" if they are one.
+
+    more: what else is wrong.
+    """
     asked = [one for one in kept if ASKS.search(one.path)]
     found = [f"{one.path}: {one.status} {one.answer[:200]}" for one in kept if one.status != 200]
-    if not any(CALLED.search(one.answer) for one in asked):
-        found.append("reached the model, no call" if asked else "has not reached the model")
+    called = [(name, offered(one.asked)) for one in asked for name in calls(one.answer)]
+    if not any(name in names for name, names in called):
+        told = ", ".join(sorted({name for name, _ in called})) or "nothing"
+        found.append(f"called {told}" if asked else "has not reached the model")
     return "; ".join([*found, *more])
+
+
+def offered(body: bytes) -> set[str]:
+    """Names of the tools of a request, those in namespaces among them."""
+    tools = json.loads(body).get("tools") or []
+    return {str(each["name"]) for each in objects(tools) if "name" in each}
+
+
+def calls(answer: str) -> set[str]:
+    """Names of what an answer calls, whole or in events."""
+    parts = [line.removeprefix("data:") for line in answer.splitlines() if line.startswith("data:")]
+    found = set[str]()
+    for part in parts or [answer]:
+        try:
+            held = list(objects(json.loads(part)))
+        except ValueError:
+            continue  # `[DONE]`
+        found |= {str(each["name"]) for each in held if each.get("type") in CALLS}
+        chat = [call for each in held for call in each.get("tool_calls") or []]
+        found |= {name for call in chat if (name := call.get("function", {}).get("name"))}
+    return found
+
+
+def objects(value: Any) -> Iterator[dict[str, Any]]:
+    """All JSON objects in a value."""
+    if isinstance(value, dict):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value:
+        if isinstance(each, (dict, list)):
+            yield from objects(each)

@@ -15,6 +15,7 @@ class Exchange:
     """One request and its answer; status 0: none has come."""
 
     path: str
+    asked: bytes
     status: int = 0
     answer: str = ""
 
@@ -25,8 +26,8 @@ def relay(port: int, kept: list[Exchange]) -> Iterator[str]:
 
     class Passing(BaseHTTPRequestHandler):
         def pass_on(self) -> None:
-            kept.append(exchange := Exchange(self.path))
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            kept.append(exchange := Exchange(self.path, body))
             headers = {k: v for k, v in self.headers.items() if k.lower() not in OF_A_HOP}
             server = http.client.HTTPConnection("127.0.0.1", port)
             server.request(self.command, self.path, body, headers)

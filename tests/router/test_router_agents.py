@@ -11,7 +11,8 @@ import pytest
 from llguidance import LLTokenizer
 
 from router.text.tokenizer import Text
-from tests.clients.agents import Agent
+from tests.clients.agents import Agent, calls, lacks
+from tests.clients.relay import Exchange
 from tests.fault.router_doubles import QWEN, Served
 from tests.support.call_checks import accepts
 from tests.support.patience import HANG_S
@@ -20,7 +21,7 @@ MODEL = (QWEN, ("<tool_call>", "</tool_call>"), 4096)
 ROUTER = {"strict_tools": True}
 CASES = json.loads(Path(__file__).with_name("agents.json").read_text())
 CALL = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
-NONE = "reached the model, no call"
+NONE = "called nothing"
 ASKS = """import httpx
 tool = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
 body = {"model": "MODEL", "messages": [{"role": "user", "content": "hello"}], "tools": [tool]}
@@ -55,3 +56,19 @@ def test_a_turn_counts_if_its_answer_has_a_call(
         "", "chat", python.name, "a.py", files={"work/a.py": ASKS.replace("MODEL", model)}
     )
     assert re.fullmatch(lacks, agent.take_turn(python.parent, port, tmp_path), re.DOTALL)
+
+
+@pytest.mark.parametrize("answer", [
+    '{"output": [{"type": "function_call", "name": "run", "arguments": "{}"}]}',
+    'event: x\ndata: {"content_block": {"type": "tool_use", "id": "1", "name": "run"}}\n\n',
+    'data: {"choices": [{"delta": {"tool_calls": [{"index": 0, "function": {"name": "run"}}]}}]}\n'
+    'data: {"choices": [{"delta": {"tool_calls": [{"function": {"arguments": "{"}}]}}]}\n'
+    "data: [DONE]\n",
+])  # fmt: skip
+def test_a_call_counts_if_the_agent_has_that_tool(answer: str) -> None:
+    """In all APIs, whole and streamed."""
+    assert calls(answer) == {"run"}
+    of_namespace = {"type": "namespace", "name": "shell", "tools": [{"name": "run"}]}
+    for tools, wanted in (([of_namespace], ""), ([{"function": {"name": "ran"}}], "called run")):
+        asked = json.dumps({"tools": tools}).encode()
+        assert lacks([Exchange("/v1/responses", asked, 200, answer)]) == wanted
