@@ -177,6 +177,7 @@ class Generate(OfRequest, frozen=True):
     key: str = ""  # by which it can be claimed, also after its router is gone; "" = it cannot
     salt: str = ""  # requests with another one share no KV with it; those without any do
     leads: bool = False  # further choices follow, which go on from the state of its prompt
+    grammar_age: int = 0  # above 0: sampling.grammar is not written out (`worker.config.said`)
 
 
 class Claim(OfRequest, frozen=True):

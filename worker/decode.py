@@ -25,6 +25,7 @@ from worker.api import (
     Window,
     WorkerStats,
 )
+from worker.config.said import Said
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.observe.window_counts import WindowCounts
 from worker.plan import Drawn, Plan
@@ -80,6 +81,7 @@ class DecodeLoop:
         )
         self._inbound = Inbound(incarnation, context, self.peers)
         self.requests = requests = Requests(engine, thread, scheduler, self._inbound)
+        self._said = Said()
         self.flight = Flight(meter, overlap=config.spec.overlap, wake=thread.wake)
         metrics.running.set_function(lambda: len(queues.running))
         metrics.waiting.set_function(lambda: len(requests.reqs) - len(queues.running))
@@ -141,7 +143,7 @@ class DecodeLoop:
     def _handle(self, peer: PeerId, event: object, now: float) -> None:
         match event:
             case Generate():
-                self.requests.admit(peer, event, now)
+                self._asked(peer, event, now)
             case Claim():
                 self.requests.claim(peer, event, now)
             case Stop():
@@ -160,6 +162,7 @@ class DecodeLoop:
             case RenewAck():
                 self._inbound.on_renew_ack(peer, event)
             case Lost():
+                self._said.pop(peer, None)
                 self.requests.lose(peer)
             case MembersChanged():
                 self.queues.shares.update(event.members)
@@ -177,6 +180,14 @@ class DecodeLoop:
                 self.peers.heard(peer)
             case _:
                 self._engine.metrics.dropped(type(event).__name__).inc()
+
+    def _asked(self, router: PeerId, message: Generate, now: float) -> None:
+        try:
+            whole = self._said.whole(router, message)
+        except IndexError:  # no honest router names a grammar that it has not said
+            self._thread.refusals.unexpected(router, message)
+        else:
+            self.requests.admit(router, whole, now)
 
     def _reply(self, plan: Plan, drawn: list[Drawn], now: float) -> None:
         """Reply with the tokens of a step that has ended; end requests that are complete."""

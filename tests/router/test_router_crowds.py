@@ -269,6 +269,30 @@ def test_a_prompt_of_many_choices_is_scored_and_charged_once(serve: Serve, text:
     assert sorted(each.sampling.prompt_logprobs for each in asked) == [-1, -1, 1]
 
 
+LARK = "start: /[a-z ]{1,9}/\n" + "// a comment that is long\n" * 2_000
+
+
+def test_a_grammar_is_sent_to_a_worker_once(serve: Serve, text: Any) -> None:
+    """For all choices, also of other requests; to the one that goes on with them once more."""
+    ends = speak(text.encode("ab", add_special_tokens=False), kept=True)
+    first = DecodeDouble("decode-0")
+    _, url, router = serve(first)
+    body = {"prompt": "a", "n": 16, "max_tokens": 9, "guided_grammar": LARK}
+    with ThreadPoolExecutor(2) as threads:
+        post = partial(httpx.post, f"{url}/v1/completions", timeout=HANG_S)
+        futures = [threads.submit(post, json=body) for _ in range(2)]
+        grammars = {first.take()[1].sampling.grammar for _ in range(8)}
+        second = DecodeDouble("decode-1", script=ends, stats=first.stats)
+        router.update_members([second.member])
+        first.die()
+        assert [future.result(HANG_S).status_code for future in futures] == [200, 200]
+    grammars |= {second.take()[1].sampling.grammar for _ in range(32)}
+    assert len(grammars) == 1
+    for double in (first, second):
+        assert max(double.frame_bytes) > len(LARK) > sum(sorted(double.frame_bytes)[:-1])
+    second.die()
+
+
 NUM, LONG = (80, 128_000) if pairwise.whole else (30, 30_000)
 
 
