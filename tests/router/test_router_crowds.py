@@ -20,6 +20,7 @@ from router.errors import ApiError
 from router.http.arrivals import Arrivals
 from router.http.request_body import check_values
 from router.http.source import Sources
+from router.http.starts import MAX_STARTS, Starts
 from router.text.template import ChatTemplate
 from router.text.writing import QUICK_CHARS, Slow, TooMuch, quickly
 from tests.fault.router_doubles import (
@@ -219,6 +220,34 @@ def test_sources_that_ask_nothing_are_forgotten() -> None:
     assert len(turns._clients) <= MAX_CLIENTS
     assert turns.num_of("busy") == 1
     assert str(3 * MAX_CLIENTS - 1) in turns._clients
+
+
+def test_requests_begin_in_turn_between_sources() -> None:
+    """Who sends many at once does not go before whoever comes a moment later; few begin a turn."""
+
+    async def run() -> list[list[str]]:
+        starts, turns = Starts(), [list[str]()]
+
+        async def one(source: str) -> None:
+            await starts.turn(source)
+            turns[-1].append(source)
+
+        tasks = [asyncio.create_task(one("many")) for _ in range(100)]
+        tasks[50].cancel()
+        await asyncio.sleep(0)
+        tasks += [asyncio.create_task(one(source)) for source in ("few", "few", "other")]
+        while not all(task.done() for task in tasks):
+            turns.append([])
+            await asyncio.sleep(0)
+        turns.append([])
+        await one("few")  # at once: nobody waits
+        return turns
+
+    turns = asyncio.run(run())
+    assert sorted(sum(turns, [])) == ["few"] * 3 + ["many"] * 99 + ["other"]
+    assert max(map(len, turns)) <= MAX_STARTS
+    assert sum(turns[:6], []).count("few") == 2
+    assert "other" in sum(turns[:6], [])
 
 
 def test_threads_go_round_between_sources() -> None:
