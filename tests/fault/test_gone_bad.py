@@ -107,8 +107,9 @@ def test_a_grammar_that_was_not_said_is_nobody_s(cluster: Running, rogue: Rogue)
     before = cluster.workers["decode-0"]._thread.refusals.num_messages
     asked = Generate("r", 1, PROMPT, len(PROMPT), GREEDY, 9.0)
     rogue.send("decode-0/i0", replace(asked, grammar_age=3))
-    rogue.send("decode-0/i0", replace(asked, req_id="s"))
-    assert rogue.answer(api.Chunks).chunks[0].req_id == "s"
+    endless = replace(GREEDY, min_tokens=2**31 - 1)
+    rogue.send("decode-0/i0", replace(asked, req_id="s", sampling=endless))
+    assert rogue.answer(api.Refused).req_id == "s"
     assert cluster.workers["decode-0"]._thread.refusals.num_messages == before + 1
 
 

@@ -3,9 +3,12 @@
 import asyncio
 import json
 import re
+import select
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ from tests.fault.router_doubles import (
     wait_until,
 )
 from tests.support import pairwise
+from tests.support.heads import head, post
 from tests.support.patience import HANG_S
 from worker import api
 from worker.config import credit
@@ -248,6 +252,33 @@ def test_requests_begin_in_turn_between_sources() -> None:
     assert max(map(len, turns)) <= MAX_STARTS
     assert sum(turns[:6], []).count("few") == 2
     assert "other" in sum(turns[:6], [])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/tokenize", {"prompt": "a b"}), ("/v1/responses", {"input": "a", "background": True})],
+)
+def test_a_probe_does_not_wait_for_a_crowd(serve: Serve, path: str, body: Any) -> None:
+    """It comes behind 200 requests of another address, and is answered before most of them."""
+    served = serve(DecodeDouble(script=speak([5])))
+    port = int(served.url.rpartition(":")[2])
+    raw, probe, gate = post(path, json.dumps(body).encode()), head("GET", "/live"), threading.Event()
+    with ExitStack() as stack:
+        mine, *crowd = (
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), HANG_S, (source, 0)))
+            for source in ["127.0.0.1", *["127.0.0.2"] * 200]
+        )
+        mine.sendall(probe)
+        read_until(mine, b"live")
+        assert served.router.loop is not None
+        served.router.loop.call_soon_threadsafe(gate.wait)  # all come while it stands still
+        for one in crowd:
+            one.sendall(raw)
+        mine.sendall(probe)
+        gate.set()
+        read_until(mine, b"live")
+        assert len(select.select(crowd, [], [], 0)[0]) < 60
+        wait_until(lambda: len(select.select(crowd, [], [], HANG_S)[0]) == len(crowd))
 
 
 def test_threads_go_round_between_sources() -> None:
