@@ -3,10 +3,10 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Raw
 from msgspec.json import encode as to_json
 from msgspec.structs import replace
 
@@ -95,6 +95,7 @@ class Prepared:
     form: "Callable[[Prepared, str, Sequence[Req]], AnswerForm] | None" = None
 
 
+Part = TypeVar("Part")  # of an answer
 DONE = b"data: [DONE]\n\n"
 # What is no end of a line in JSON, and is one to clients that read lines of text.
 NEW_LINES = {char.encode(): b"\\u%04x" % ord(char) for char in "\u0085\u2028\u2029"}
@@ -109,6 +110,7 @@ class Body(AnswerForm):
         self._reqs = reqs
         self._opened = set[int]()  # choices that have their first event
         self._num_told: dict[int, int] = {}  # by choice: token ids that were written
+        self._scored: tuple[Scored, PromptLogprobs] | None = None  # of the last prompt
         self.answer_id = f"{prepared.writer.prefix}-{unique_id}"
         self._completion = Completion[Choice](
             id=self.answer_id,
@@ -129,6 +131,8 @@ class Body(AnswerForm):
             self._identify(choice, answer.index)
             self._score(choice, answer)
         completion.object, completion.choices = writer.whole_object, choices
+        if len(choices) > 1:  # one by one, so that other threads have their turn
+            completion.choices = [_as_json(choice) for choice in choices]
         completion.usage = self._usage()
         return to_json(completion)
 
@@ -185,11 +189,13 @@ class Body(AnswerForm):
             choice.stages = delta.spent
 
     def _score(self, choice: Choice, answer: Delta) -> None:
-        """Add the logprobs of its prompt, if asked for."""
+        """Add the logprobs of its prompt, if asked for; choices of one prompt have the same."""
         if self._prepared.prompt_logprobs is not None:
-            found = self._prepared.prompt_logprobs(answer.prompt)
+            if self._scored is None or self._scored[0] is not answer.prompt:
+                found = self._prepared.prompt_logprobs(answer.prompt)
+                self._scored = answer.prompt, _as_json(found)
             target = choice if isinstance(choice, TextChoice) else self._completion
-            target.prompt_logprobs = found
+            target.prompt_logprobs = self._scored[1]
 
     def _identify(self, choice: Choice, index: int) -> None:
         """Add the ids of its tokens since the last time, if asked for.
@@ -213,6 +219,11 @@ class Body(AnswerForm):
             total_tokens=num_prompt + num_output,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
         )
+
+
+def _as_json(part: Part) -> Part:
+    """The same, written already: what one call writes keeps all other threads waiting."""
+    return cast("Part", Raw(to_json(part)))
 
 
 def event_json(body: object) -> bytes:

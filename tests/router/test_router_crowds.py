@@ -7,6 +7,7 @@ import select
 import socket
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -20,10 +21,13 @@ from router.config import RouterConfig
 from router.dispatch import pool
 from router.dispatch.turns import MAX_CLIENTS, Turns
 from router.errors import ApiError
+from router.http import answer
+from router.http.answer import Answer
 from router.http.arrivals import Arrivals
 from router.http.request_body import check_values
 from router.http.source import Sources
 from router.http.starts import MAX_STARTS, Starts
+from router.openai import prepare
 from router.text.template import ChatTemplate
 from router.text.writing import QUICK_CHARS, Slow, TooMuch, quickly
 from tests.fault.router_doubles import (
@@ -229,29 +233,29 @@ def test_sources_that_ask_nothing_are_forgotten() -> None:
 def test_requests_begin_in_turn_between_sources() -> None:
     """Who sends many at once does not go before whoever comes a moment later; few begin a turn."""
 
-    async def run() -> list[list[str]]:
-        starts, turns = Starts(), [list[str]()]
+    async def run() -> list[tuple[int, str]]:
+        starts, begun, number = Starts(), list[tuple[int, str]](), 0
 
         async def one(source: str) -> None:
             await starts.turn(source)
-            turns[-1].append(source)
+            begun.append((number, source))
 
         tasks = [asyncio.create_task(one("many")) for _ in range(100)]
         tasks[50].cancel()
         await asyncio.sleep(0)
         tasks += [asyncio.create_task(one(source)) for source in ("few", "few", "other")]
         while not all(task.done() for task in tasks):
-            turns.append([])
+            number += 1
             await asyncio.sleep(0)
-        turns.append([])
+        number += 1
         await one("few")  # at once: nobody waits
-        return turns
+        return begun
 
-    turns = asyncio.run(run())
-    assert sorted(sum(turns, [])) == ["few"] * 3 + ["many"] * 99 + ["other"]
-    assert max(map(len, turns)) <= MAX_STARTS
-    assert sum(turns[:6], []).count("few") == 2
-    assert "other" in sum(turns[:6], [])
+    begun = asyncio.run(run())
+    sources = [source for _, source in begun]
+    assert Counter(sources) == {"many": 99, "few": 3, "other": 1}
+    assert max(Counter(number for number, _ in begun).values()) <= MAX_STARTS
+    assert Counter(sources[:10]) == {"many": 7, "few": 2, "other": 1}
 
 
 @pytest.mark.parametrize(
@@ -262,7 +266,8 @@ def test_a_probe_does_not_wait_for_a_crowd(serve: Serve, path: str, body: Any) -
     """It comes behind 200 requests of another address, and is answered before most of them."""
     served = serve(DecodeDouble(script=speak([5])))
     port = int(served.url.rpartition(":")[2])
-    raw, probe, gate = post(path, json.dumps(body).encode()), head("GET", "/live"), threading.Event()
+    raw, probe = post(path, json.dumps(body).encode()), head("GET", "/live")
+    gate = threading.Event()
     with ExitStack() as stack:
         mine, *crowd = (
             stack.enter_context(socket.create_connection(("127.0.0.1", port), HANG_S, (source, 0)))
@@ -317,7 +322,23 @@ def test_a_client_s_responses_in_the_background_are_bounded(serve: Serve) -> Non
     wait_until(lambda: background(served).status_code == 200)
 
 
-def test_a_prompt_of_many_choices_is_scored_and_charged_once(serve: Serve, text: Any) -> None:
+def test_a_prompt_of_many_choices_is_scored_and_charged_once(
+    serve: Serve, text: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And written once; what is long leaves in parts."""
+    written, parts, of_prompt, write = list[int](), list[int](), prepare.of_prompt, Answer._write
+
+    def counted(scored: Any, **how: Any) -> Any:
+        written.append(len(scored))
+        return of_prompt(scored, **how)
+
+    async def sized(answer: Answer, send: Any, body: bytes, *, more: bool = True) -> None:
+        parts.append(len(body))
+        await write(answer, send, body, more=more)
+
+    monkeypatch.setattr(prepare, "of_prompt", counted)
+    monkeypatch.setattr(answer, "PART_BYTES", 100)
+    monkeypatch.setattr(Answer, "_write", sized)
     served = serve(DecodeDouble())
     tokens = text.encode("ab", add_special_tokens=False)
     served.double.script = speak(tokens, kept=True, finish=api.FinishReason.STOP)
@@ -325,6 +346,9 @@ def test_a_prompt_of_many_choices_is_scored_and_charged_once(serve: Serve, text:
     choices = served.post("completions", **body).json()["choices"]
     assert len({json.dumps(choice["prompt_logprobs"]) for choice in choices}) == 1
     assert len(choices[0]["prompt_logprobs"]) > 1
+    assert len(written) == 1
+    assert len(parts) > 5
+    assert set(parts[:-1]) == {100}
     asked = [served.double.take()[1] for _ in choices]
     assert sorted(each.sampling.prompt_logprobs for each in asked) == [-1, -1, 1]
 

@@ -1,4 +1,4 @@
-"""Grammars on one link: written out once, and named by their age as long as they are among the last.
+"""Grammars on one link: written out once, and named by their age while they are among the last.
 
 A link is ordered, or lost as a whole. So both of its sides keep the same list, and neither asks the
 other what it has. The choices of a request share a grammar, which may be long.
