@@ -125,14 +125,15 @@ class Body(AnswerForm):
 
     def whole(self, answers: Sequence[Delta]) -> bytes:
         writer, completion = self._prepared.writer, self._completion
-        choices = [writer.whole(i, answer) for i, answer in enumerate(answers)]
-        for choice, answer in zip(choices, answers, strict=True):
+        choices = list[Choice]()
+        for i, answer in enumerate(answers):
+            choice = writer.whole(i, answer)
             self._account(choice, answer)
             self._identify(choice, answer.index)
             self._score(choice, answer)
+            # One by one: a collection of garbage would walk through the parts of all.
+            choices.append(_as_json(choice) if len(answers) > 1 else choice)
         completion.object, completion.choices = writer.whole_object, choices
-        if len(choices) > 1:  # one by one, so that other threads have their turn
-            completion.choices = [_as_json(choice) for choice in choices]
         completion.usage = self._usage()
         return to_json(completion)
 
