@@ -143,7 +143,10 @@ class DecodeLoop:
     def _handle(self, peer: PeerId, event: object, now: float) -> None:
         match event:
             case Generate():
-                self._asked(peer, event, now)
+                if (whole := self._said.whole(peer, event)) is not None:
+                    self.requests.admit(peer, whole, now)
+                else:
+                    self._thread.refusals.unexpected(peer, event)
             case Claim():
                 self.requests.claim(peer, event, now)
             case Stop():
@@ -180,14 +183,6 @@ class DecodeLoop:
                 self.peers.heard(peer)
             case _:
                 self._engine.metrics.dropped(type(event).__name__).inc()
-
-    def _asked(self, router: PeerId, message: Generate, now: float) -> None:
-        try:
-            whole = self._said.whole(router, message)
-        except IndexError:  # no honest router names a grammar that it has not said
-            self._thread.refusals.unexpected(router, message)
-        else:
-            self.requests.admit(router, whole, now)
 
     def _reply(self, plan: Plan, drawn: list[Drawn], now: float) -> None:
         """Reply with the tokens of a step that has ended; end requests that are complete."""

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET, Raw
@@ -95,7 +95,6 @@ class Prepared:
     form: "Callable[[Prepared, str, Sequence[Req]], AnswerForm] | None" = None
 
 
-Part = TypeVar("Part")  # of an answer
 DONE = b"data: [DONE]\n\n"
 # What is no end of a line in JSON, and is one to clients that read lines of text.
 NEW_LINES = {char.encode(): b"\\u%04x" % ord(char) for char in "\u0085\u2028\u2029"}
@@ -222,9 +221,9 @@ class Body(AnswerForm):
         )
 
 
-def _as_json(part: Part) -> Part:
+def _as_json(part: object) -> Any:
     """The same, written already: what one call writes keeps all other threads waiting."""
-    return cast("Part", Raw(to_json(part)))
+    return Raw(to_json(part))
 
 
 def event_json(body: object) -> bytes:

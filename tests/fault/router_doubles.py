@@ -233,7 +233,9 @@ class DecodeDouble:
         for peer, message in events:
             if isinstance(message, Generate):
                 self.frame_bytes.append(len(api.encode(message)))
-                self._inbox.put((peer, self._said.whole(peer, message)))
+                whole = self._said.whole(peer, message)
+                assert whole is not None
+                self._inbox.put((peer, whole))
             else:
                 if isinstance(message, Lost):
                     self._said.pop(peer, None)

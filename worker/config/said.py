@@ -26,12 +26,7 @@ class LastSaid:
         return age
 
     def text(self, age: int, text: str) -> str:
-        """To be called by the reader: what was said with this age, or `text`, which was written.
-
-        Raises an IndexError for an age of which the sender can have said nothing.
-        """
-        if age < 0:
-            raise IndexError(age)
+        """To be called by the reader: what was said with this age, or `text`, which was written."""
         said = self.texts.pop(-age) if age else text
         self.texts.append(said)
         while len(self.texts) > MAX_TEXTS or sum(map(len, self.texts)) > MAX_CHARS:
@@ -42,13 +37,14 @@ class LastSaid:
 class Said(dict[PeerId, LastSaid]):
     """What was said to a reader, by the peers of its links; who is lost is taken out."""
 
-    def whole(self, peer: PeerId, message: Generate) -> Generate:
-        """A request with its grammar written out; to be called once for each, in their order.
-
-        Raises an IndexError as `LastSaid.text`.
-        """
+    def whole(self, peer: PeerId, message: Generate) -> Generate | None:
+        """A request, of all in their order, with its grammar; None: of an age that nobody said."""
         sampling, age = message.sampling, message.grammar_age
         if not (sampling.grammar or age):
             return message
-        text = self.setdefault(peer, LastSaid()).text(age, sampling.grammar)
-        return replace(message, sampling=replace(sampling, grammar=text))
+        said = self.setdefault(peer, LastSaid())
+        if not 0 <= age <= len(said.texts):
+            return None
+        return replace(
+            message, sampling=replace(sampling, grammar=said.text(age, sampling.grammar))
+        )
