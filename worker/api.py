@@ -178,6 +178,7 @@ class Generate(OfRequest, frozen=True):
     leads: bool = False  # further choices follow, which go on from the state of its prompt
     session: str = ""  # "owner/name", digests, of whose turn it is: steers eviction alone
     keep_s: float = 0.0  # from its end, for which its pages are worth keeping: of a session alone
+    grammar_age: int = 0  # above 0: sampling.grammar is not written out (`worker.config.said`)
 
 
 class Claim(OfRequest, frozen=True):

@@ -25,6 +25,7 @@ from worker.api import (
     Window,
     WorkerStats,
 )
+from worker.config.said import Said
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.observe.window_counts import WindowCounts
 from worker.plan import Drawn, Plan
@@ -80,6 +81,7 @@ class DecodeLoop:
         )
         self._inbound = Inbound(incarnation, context, self.peers)
         self.requests = requests = Requests(engine, thread, scheduler, self._inbound)
+        self._said = Said()
         self.flight = Flight(meter, overlap=config.spec.overlap, wake=thread.wake)
         metrics.running.set_function(lambda: len(queues.running))
         metrics.waiting.set_function(lambda: len(requests.reqs) - len(queues.running))
@@ -142,7 +144,10 @@ class DecodeLoop:
     def _handle(self, peer: PeerId, event: object, now: float) -> None:
         match event:
             case Generate():
-                self.requests.admit(peer, event, now)
+                if (whole := self._said.whole(peer, event)) is not None:
+                    self.requests.admit(peer, whole, now)
+                else:
+                    self._thread.refusals.unexpected(peer, event)
             case Claim():
                 self.requests.claim(peer, event, now)
             case Stop():
@@ -161,6 +166,7 @@ class DecodeLoop:
             case RenewAck():
                 self._inbound.on_renew_ack(peer, event)
             case Lost():
+                self._said.pop(peer, None)
                 self.requests.lose(peer)
             case MembersChanged():
                 self.queues.shares.update(event.members)

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from router.observe.board import Change, Start
 from worker.api import Member, PeerId, Role, WorkerStats
+from worker.config.said import LastSaid
 
 WORKERS = ("prefill", "decode")
 NONE_EXPECTED = "every decode worker was drained, and none is to come"
@@ -33,6 +34,7 @@ class Known:
     num_proposed_tokens: int = 0  # of prompts for which it became first candidate since the Pong
     busy_until: float = 0.0  # monotonic; it has refused, and gets nothing before but `num_allowed`
     num_allowed: int = 0  # requests that may be sent although it is busy
+    said: LastSaid = field(default_factory=LastSaid)  # on its link
 
     @property
     def peer(self) -> PeerId:

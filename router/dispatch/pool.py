@@ -12,19 +12,46 @@ NUM_THREADS, NAME = 4, "kvlane-pool"
 MAX_OWN = 2  # of one source at a time
 
 
+class Rounds:
+    """Who waits, by source: all sources in turn."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, source: str) -> "asyncio.Future[None]":
+        """Done when it is this one's turn."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(source, deque()).append(turn)
+        return turn
+
+    def next(self, fits: Callable[[str], bool] = lambda _: True) -> str | None:
+        """Whose turn it is, of the sources that fit; None: nobody's."""
+        while (source := next(filter(fits, self._waiting), None)) is not None:
+            turns = self._waiting.pop(source)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[source] = turns  # behind the others
+            if not turn.done():  # it was cancelled
+                turn.set_result(None)
+                return source
+        return None
+
+
 class Pool:
     """Runs work of sources, each in turn, and never as much of one that others find no thread."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, NAME)
         self._running = Counter[str]()
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._waiting = Rounds()
 
     async def run(self, source: str, work: Callable[[], Result]) -> Result:
         """What `work` returns or raises."""
         loop = asyncio.get_running_loop()
-        turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.setdefault(source, deque()).append(turn)
+        turn = self._waiting.add(source)
         self._start()
         await turn
         job = self._threads.submit(work)
@@ -42,13 +69,7 @@ class Pool:
 
     def _start(self) -> None:
         while self._running.total() < NUM_THREADS:
-            source = next((s for s in self._waiting if self._running[s] < MAX_OWN), None)
+            source = self._waiting.next(lambda source: self._running[source] < MAX_OWN)
             if source is None:
                 return
-            turns = self._waiting.pop(source)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[source] = turns  # behind the others
-            if not turn.done():  # it was cancelled
-                self._running[source] += 1
-                turn.set_result(None)
+            self._running[source] += 1

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from router.dispatch.mailbox import Mailbox
 from router.dispatch.members import WORKERS, Known
 from router.dispatch.policy import Fleet, Route
@@ -34,6 +36,7 @@ from worker.api import (
     TokenLogprob,
     Window,
 )
+from worker.config.said import LastSaid
 
 if TYPE_CHECKING:
     from worker.observe.spans import Trace
@@ -98,10 +101,10 @@ class Req:
         """The position of the next token in prompt + output."""
         return len(self.prompt) + len(self.tokens)
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the message that sends it, at most or so."""
-        return TOKEN_BYTES * self.position + len(self.sampling.grammar)
+    def num_bytes(self, said: LastSaid) -> int:
+        """Of the message that sends it, at most or so, where this was said before."""
+        grammar = self.sampling.grammar
+        return TOKEN_BYTES * self.position + (0 if grammar in said.texts else len(grammar))
 
     def is_at(self, peer: PeerId) -> bool:
         """Whether this worker has it."""
@@ -296,7 +299,7 @@ class Queue:
         """
 
         def at(req: Req) -> list[Known]:
-            found = [k for k in decode if self._wire.has_room(k.peer, req.num_bytes)]
+            found = [k for k in decode if self._wire.has_room(k.peer, req.num_bytes(k.said))]
             self._lacks_room |= len(found) < len(decode)
             return found
 
@@ -328,12 +331,16 @@ class Queue:
         if req.trace is not None:
             req.trace.enter("dispatch", now, {"kvlane.worker": route.decode}, asks=True)
             trace = req.trace.carried
+        sampling, known, age = req.sampling, self._members.get(route.decode), 0
+        if sampling.grammar and known is not None:
+            age = known.said.age(sampling.grammar)
+            sampling = replace(sampling, grammar="") if age else sampling
         generate = Generate(
             req_id=req.req_id,
             dispatch=req.dispatch,
             tokens=(*req.prompt, *req.tokens),
             num_prompt_tokens=len(req.prompt),
-            sampling=req.sampling,
+            sampling=sampling,
             timeout_s=max(0.001, req.deadline - now),
             candidates=route.candidates,
             after=after,
@@ -343,6 +350,7 @@ class Queue:
             leads=req.leads,
             session=req.session,
             keep_s=self.sessions.pause_s(req.session) if req.keep_s is None else req.keep_s,
+            grammar_age=age,
         )
         log.debug("req_id=%s dispatch %d to %s", req.req_id, req.dispatch, route.decode)
         self._wire.send(route.decode, generate)

@@ -14,6 +14,7 @@ from router.errors import ApiError
 from router.http.admission import Admission
 from router.http.allowance import TOLD_S, Keys
 from router.http.exchange import Exchange
+from router.http.starts import Starts
 from router.http.table import ADMITTED, GENERATING, Guard, guard_of
 from router.show.front import Front
 
@@ -49,6 +50,7 @@ class Door:
         self._app, self._shut = app, shut
         self._admission, self._keys = admission, admission.keys
         self._count = front.metrics.requests
+        self._starts = Starts()
         self._told: dict[str, float] = {}  # when, by address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,6 +74,7 @@ class Door:
             await response(scope, receive, send)
         else:
             try:
+                await self._starts.turn(exchange.source)
                 await self._app(scope, receive, send)
             finally:
                 self._admission.leave(exchange)

@@ -24,6 +24,7 @@ from router.show.front import Front
 from worker.api import FinishReason
 
 PING = b": ping\n\n"
+PART_BYTES = 64 << 10  # of an answer, which leaves at once: others wait while it is copied
 THREAD_SCORED = 512  # beyond so many logprobs a thread writes: many answers may end in one step
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -123,7 +124,11 @@ class Answer(Response):
         await self._start(
             send, [(b"content-type", b"application/json"), (b"content-length", length)]
         )
-        await send({"type": "http.response.body", "body": body})
+        for at in range(0, len(body), PART_BYTES):
+            more = at + PART_BYTES < len(body)
+            await self._write(send, body[at : at + PART_BYTES], more=more)
+            if more:  # the kernel may take all at once
+                await asyncio.sleep(0)
 
     async def _written(self, deltas: list[Delta], write: Callable[[list[Delta]], bytes]) -> bytes:
         """What `write` makes of `deltas`, in a thread if they hold many logprobs."""

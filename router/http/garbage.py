@@ -9,6 +9,7 @@ A router that has become idle makes one, too: what a crowd has left may be older
 
 import ctypes
 import gc
+import threading
 
 USUAL = gc.get_threshold()
 FEW = 256  # open requests, with which a full collection takes some 20 ms
@@ -52,7 +53,9 @@ class Collector:
         if self._num_idle in IDLE_LOOKS or is_due(gc.get_count()[2], num_open):
             gc.collect()
             if num_open <= FEW and _trim is not None:
-                _trim(0)  # glibc keeps 25 MB of what 10,000 connections had, in pieces
+                # glibc keeps 25 MB of what 10,000 connections had, in pieces. Of bodies it takes
+                # 0.1 s to give back, without the interpreter's lock.
+                threading.Thread(target=_trim, args=(0,), name="kvlane-trim", daemon=True).start()
 
 
 def is_due(num_young: int, num_open: int) -> bool:

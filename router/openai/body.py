@@ -3,10 +3,10 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Raw
 from msgspec.json import encode as to_json
 from msgspec.structs import replace
 
@@ -123,6 +123,7 @@ class Body(AnswerForm):
         self._reqs = reqs
         self._opened = set[int]()  # choices that have their first event
         self._num_told: dict[int, int] = {}  # by choice: token ids that were written
+        self._scored: tuple[Scored, PromptLogprobs] | None = None  # of the last prompt
         self.answer_id = f"{prepared.writer.prefix}-{unique_id}"
         self._completion = Completion[Choice](
             id=self.answer_id,
@@ -137,11 +138,14 @@ class Body(AnswerForm):
 
     def whole(self, answers: Sequence[Delta]) -> bytes:
         writer, completion = self._prepared.writer, self._completion
-        choices = [writer.whole(i, answer) for i, answer in enumerate(answers)]
-        for choice, answer in zip(choices, answers, strict=True):
+        choices = list[Choice]()
+        for i, answer in enumerate(answers):
+            choice = writer.whole(i, answer)
             self._account(choice, answer)
             self._identify(choice, answer.index)
             self._score(choice, answer)
+            # One by one: a collection of garbage would walk through the parts of all.
+            choices.append(_as_json(choice) if len(answers) > 1 else choice)
         completion.object, completion.choices = writer.whole_object, choices
         completion.usage = self._usage()
         return to_json(completion)
@@ -199,11 +203,13 @@ class Body(AnswerForm):
             choice.stages = delta.spent
 
     def _score(self, choice: Choice, answer: Delta) -> None:
-        """Add the logprobs of its prompt, if asked for."""
+        """Add the logprobs of its prompt, if asked for; choices of one prompt have the same."""
         if self._prepared.prompt_logprobs is not None:
-            found = self._prepared.prompt_logprobs(answer.prompt)
+            if self._scored is None or self._scored[0] is not answer.prompt:
+                found = self._prepared.prompt_logprobs(answer.prompt)
+                self._scored = answer.prompt, _as_json(found)
             target = choice if isinstance(choice, TextChoice) else self._completion
-            target.prompt_logprobs = found
+            target.prompt_logprobs = self._scored[1]
 
     def _identify(self, choice: Choice, index: int) -> None:
         """Add the ids of its tokens since the last time, if asked for.
@@ -227,6 +233,11 @@ class Body(AnswerForm):
             total_tokens=num_prompt + num_output,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
         )
+
+
+def _as_json(part: object) -> Any:
+    """The same, written already: what one call writes keeps all other threads waiting."""
+    return Raw(to_json(part))
 
 
 def event_json(body: object) -> bytes:

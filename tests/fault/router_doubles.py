@@ -27,8 +27,9 @@ from tests.support.meeting import LISTENERS, MET, introduce
 from tests.support.patience import HANG_S
 from tests.support.patience import until as wait_until
 from worker import api
-from worker.api import FinishReason, Generate, Member, Stages
+from worker.api import FinishReason, Generate, Lost, Member, Stages
 from worker.config import ModelConfig, PingConfig
+from worker.config.said import Said
 from worker.keyring import Keyring
 from worker.observe.spans import Tracer
 from worker.wire import Wire
@@ -120,12 +121,13 @@ class DecodeDouble:
         self.taken: queue.Queue[tuple[str, Generate]] = queue.Queue()
         self.others: queue.Queue[Any] = queue.Queue()  # Stop, Abort, Ack, Claim, in order
         self.router = ""  # the last that has sent one of these
+        self.frame_bytes: list[int] = []  # of requests, as they came
         self.script = script
         self._inbox: queue.Queue[tuple[str, Generate] | None] = queue.Queue()
         self._wire = Wire(
             f"{name}/{self.incarnation}", PING, self._deliver, lambda: self.stats, Keyring()
         )
-        self._dead = False
+        self._dead, self._said = False, Said()
         address = self._wire.start("127.0.0.1")
         self.member = Member(
             name, role, self.incarnation, address, metrics_address="127.0.0.1:9", digest=digest,
@@ -230,8 +232,13 @@ class DecodeDouble:
     def _deliver(self, events: Sequence[tuple[str, Any]]) -> None:
         for peer, message in events:
             if isinstance(message, Generate):
-                self._inbox.put((peer, message))
+                self.frame_bytes.append(len(api.encode(message)))
+                whole = self._said.whole(peer, message)
+                assert whole is not None
+                self._inbox.put((peer, whole))
             else:
+                if isinstance(message, Lost):
+                    self._said.pop(peer, None)
                 self.router = peer
                 self.others.put(message)
 

@@ -103,6 +103,16 @@ def test_a_count_that_no_device_can_hold_is_refused(rogue: Rogue) -> None:
     assert refused.error.code == "invalid_value"
 
 
+def test_a_grammar_that_was_not_said_is_nobody_s(cluster: Running, rogue: Rogue) -> None:
+    before = cluster.workers["decode-0"]._thread.refusals.num_messages
+    asked = Generate("r", 1, PROMPT, len(PROMPT), GREEDY, 9.0)
+    rogue.send("decode-0/i0", replace(asked, grammar_age=3))
+    endless = replace(GREEDY, min_tokens=2**31 - 1)
+    rogue.send("decode-0/i0", replace(asked, req_id="s", sampling=endless))
+    assert rogue.answer(api.Refused).req_id == "s"
+    assert cluster.workers["decode-0"]._thread.refusals.num_messages == before + 1
+
+
 def test_a_claim_by_an_id_that_is_taken_finds_nothing(cluster: Running, rogue: Rogue) -> None:
     """Else two requests would have one id, and the end of the second would be the worker's."""
     long = replace(GREEDY, max_tokens=200, ignore_eos=True)

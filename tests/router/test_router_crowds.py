@@ -3,9 +3,13 @@
 import asyncio
 import json
 import re
+import select
+import socket
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +21,13 @@ from router.config import RouterConfig
 from router.dispatch import pool
 from router.dispatch.turns import MAX_CLIENTS, Turns
 from router.errors import ApiError
+from router.http import answer
+from router.http.answer import Answer
 from router.http.arrivals import Arrivals
 from router.http.request_body import check_values
 from router.http.source import Sources
+from router.http.starts import MAX_STARTS, Starts
+from router.openai import prepare
 from router.text.template import ChatTemplate
 from router.text.writing import QUICK_CHARS, Slow, TooMuch, quickly
 from tests.fault.router_doubles import (
@@ -33,6 +41,7 @@ from tests.fault.router_doubles import (
     wait_until,
 )
 from tests.support import pairwise
+from tests.support.heads import head, post
 from tests.support.patience import HANG_S
 from worker import api
 from worker.config import credit
@@ -221,6 +230,62 @@ def test_sources_that_ask_nothing_are_forgotten() -> None:
     assert str(3 * MAX_CLIENTS - 1) in turns._clients
 
 
+def test_requests_begin_in_turn_between_sources() -> None:
+    """Who sends many at once does not go before whoever comes a moment later; few begin a turn."""
+
+    async def run() -> list[tuple[int, str]]:
+        starts, begun, number = Starts(), list[tuple[int, str]](), 0
+
+        async def one(source: str) -> None:
+            await starts.turn(source)
+            begun.append((number, source))
+
+        tasks = [asyncio.create_task(one("many")) for _ in range(100)]
+        tasks[50].cancel()
+        await asyncio.sleep(0)
+        tasks += [asyncio.create_task(one(source)) for source in ("few", "few", "other")]
+        while not all(task.done() for task in tasks):
+            number += 1
+            await asyncio.sleep(0)
+        number += 1
+        await one("few")  # at once: nobody waits
+        return begun
+
+    begun = asyncio.run(run())
+    sources = [source for _, source in begun]
+    assert Counter(sources) == {"many": 99, "few": 3, "other": 1}
+    assert max(Counter(number for number, _ in begun).values()) <= MAX_STARTS
+    assert Counter(sources[:10]) == {"many": 7, "few": 2, "other": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/tokenize", {"prompt": "a b"}), ("/v1/responses", {"input": "a", "background": True})],
+)
+def test_a_probe_does_not_wait_for_a_crowd(serve: Serve, path: str, body: Any) -> None:
+    """It comes behind 200 requests of another address, and is answered before most of them."""
+    served = serve(DecodeDouble(script=speak([5])))
+    port = int(served.url.rpartition(":")[2])
+    raw, probe = post(path, json.dumps(body).encode()), head("GET", "/live")
+    gate = threading.Event()
+    with ExitStack() as stack:
+        mine, *crowd = (
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), HANG_S, (source, 0)))
+            for source in ["127.0.0.1", *["127.0.0.2"] * 200]
+        )
+        mine.sendall(probe)
+        read_until(mine, b"live")
+        assert served.router.loop is not None
+        served.router.loop.call_soon_threadsafe(gate.wait)  # all come while it stands still
+        for one in crowd:
+            one.sendall(raw)
+        mine.sendall(probe)
+        gate.set()
+        read_until(mine, b"live")
+        assert len(select.select(crowd, [], [], 0)[0]) < 60
+        wait_until(lambda: len(select.select(crowd, [], [], HANG_S)[0]) == len(crowd))
+
+
 def test_threads_go_round_between_sources() -> None:
     """Who asks much leaves a thread to others, and waits for its turn."""
     go, begun = threading.Event(), list[str]()
@@ -257,7 +322,23 @@ def test_a_client_s_responses_in_the_background_are_bounded(serve: Serve) -> Non
     wait_until(lambda: background(served).status_code == 200)
 
 
-def test_a_prompt_of_many_choices_is_scored_and_charged_once(serve: Serve, text: Any) -> None:
+def test_a_prompt_of_many_choices_is_scored_and_charged_once(
+    serve: Serve, text: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And written once; what is long leaves in parts."""
+    written, parts, of_prompt, write = list[int](), list[int](), prepare.of_prompt, Answer._write
+
+    def counted(scored: Any, **how: Any) -> Any:
+        written.append(len(scored))
+        return of_prompt(scored, **how)
+
+    async def sized(answer: Answer, send: Any, body: bytes, *, more: bool = True) -> None:
+        parts.append(len(body))
+        await write(answer, send, body, more=more)
+
+    monkeypatch.setattr(prepare, "of_prompt", counted)
+    monkeypatch.setattr(answer, "PART_BYTES", 100)
+    monkeypatch.setattr(Answer, "_write", sized)
     served = serve(DecodeDouble())
     tokens = text.encode("ab", add_special_tokens=False)
     served.double.script = speak(tokens, kept=True, finish=api.FinishReason.STOP)
@@ -265,8 +346,35 @@ def test_a_prompt_of_many_choices_is_scored_and_charged_once(serve: Serve, text:
     choices = served.post("completions", **body).json()["choices"]
     assert len({json.dumps(choice["prompt_logprobs"]) for choice in choices}) == 1
     assert len(choices[0]["prompt_logprobs"]) > 1
+    assert len(written) == 1
+    assert len(parts) > 5
+    assert set(parts[:-1]) == {100}
     asked = [served.double.take()[1] for _ in choices]
     assert sorted(each.sampling.prompt_logprobs for each in asked) == [-1, -1, 1]
+
+
+LARK = "start: /[a-z ]{1,9}/\n" + "// a comment that is long\n" * 2_000
+
+
+def test_a_grammar_is_sent_to_a_worker_once(serve: Serve, text: Any) -> None:
+    """For all choices, also of other requests; to the one that goes on with them once more."""
+    ends = speak(text.encode("ab", add_special_tokens=False), kept=True)
+    first = DecodeDouble("decode-0")
+    _, url, router = serve(first)
+    body = {"prompt": "a", "n": 16, "max_tokens": 9, "guided_grammar": LARK}
+    with ThreadPoolExecutor(2) as threads:
+        post = partial(httpx.post, f"{url}/v1/completions", timeout=HANG_S)
+        futures = [threads.submit(post, json=body) for _ in range(2)]
+        grammars = {first.take()[1].sampling.grammar for _ in range(8)}
+        second = DecodeDouble("decode-1", script=ends, stats=first.stats)
+        router.update_members([second.member])
+        first.die()
+        assert [future.result(HANG_S).status_code for future in futures] == [200, 200]
+    grammars |= {second.take()[1].sampling.grammar for _ in range(32)}
+    assert len(grammars) == 1
+    for double in (first, second):
+        assert max(double.frame_bytes) > len(LARK) > sum(sorted(double.frame_bytes)[:-1])
+    second.die()
 
 
 NUM, LONG = (80, 128_000) if pairwise.whole else (30, 30_000)
