@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from worker.config.checkpoint.experts import Held
 from worker.config.checkpoint.quantization import Quantization
 from worker.errors import UserError
+from worker.ops.experts.product import PLAIN_FINISH, Finish
 from worker.ops.experts.route import Routes
 from worker.weights.shard import VALUES, Key, Part, Shard, coarse, stacked
 
@@ -118,7 +119,12 @@ class Matrix(nn.Module):
         return True
 
     def experts(
-        self, down: "Matrix", x: Tensor, routes: Routes, out: Tensor | None = None
+        self,
+        down: "Matrix",
+        x: Tensor,
+        routes: Routes,
+        out: Tensor | None = None,
+        finish: Finish = PLAIN_FINISH,
     ) -> Tensor:
         """Of a stack of gates and ups, and one of downs: see ops.experts.product."""
         raise NotImplementedError

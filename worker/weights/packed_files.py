@@ -1,6 +1,6 @@
 """Matrices that files hold in four bits: by their worth, and as products take them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from worker.weights.files import tensor_names
 from worker.weights.layouts import LAYOUTS, Layout, Packed
 from worker.weights.scaled_files import SCALES
 from worker.weights.shard import VALUES
+from worker.weights.stacks import of_stack, stack_of
 
 ZEROS, FACTORS = "zeros", "factors"  # roles
 LOW = 0x0F0F0F0F  # the low numbers of four bytes
@@ -30,15 +31,20 @@ class PackedFiles(Reading):
         self._files, self._declared = files, declared
         self._layout = None if declared is None else LAYOUTS.get(declared.format)
         self._readers: dict[Path, Any] = {}
+        self._stacks: dict[str, Mapping[str, Any]] = {}  # by their names
 
     @cached_property
     def _where(self) -> dict[str, Path]:
         return {x: file for file in self._files for x in tensor_names(file.parent, [file])}
 
     def _slice(self, name: str) -> Any | None:
-        """safetensors' slice of a tensor, whatever file it is in; None: there is none."""
+        """What slices a tensor, whatever file or stack it is in; None: there is none."""
         if (file := self._where.get(name)) is None:
-            return None
+            if (stack := stack_of(name)) not in self._where:
+                return None
+            if stack not in self._stacks:
+                self._stacks[stack] = of_stack(stack, self._slice(stack))
+            return self._stacks[stack].get(name)
         if file not in self._readers:
             self._readers[file] = safe_open(file, framework="pt", device="cpu")
         return self._readers[file].get_slice(name)
@@ -66,7 +72,7 @@ class PackedFiles(Reading):
         if self._layout is None:
             return False
         if name.endswith(".bias"):  # older files of GPTQ have one everywhere
-            return not self._slice(name)[:].any()  # pyright: ignore[reportOptionalSubscript]
+            return not self._slice(name)[:,].any()  # pyright: ignore[reportOptionalSubscript]
         return self._stem(name, *self._layout.ends) is not None
 
     def owner_of(self, name: str) -> str:
