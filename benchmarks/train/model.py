@@ -2,7 +2,8 @@
 
 `tiny` is a Qwen3 of 2.4 million parameters, `tiny-hybrid` a Qwen3.5 of 1.4, three of four of its
 layers recurrent, `tiny-moe` a Qwen3-MoE of 1.8, of which a token has two of eight experts,
-`tiny-hybrid-moe` a Qwen3.5 MoE of 1.9, made of `tiny-hybrid` (see experts.py).
+`tiny-hybrid-moe` a Qwen3.5 MoE of 1.9, made of `tiny-hybrid` (see experts.py), `tiny-oss` a gpt-oss
+of 2.2 with experts in MXFP4 (see harmony.py).
 """
 
 import json
@@ -20,6 +21,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from benchmarks.train import harmony
 from benchmarks.train.data import IGNORED, LONG_ROW
 
 TIMED_FROM = 12  # step, behind what is compiled
@@ -38,6 +40,7 @@ CONFIG: dict[str, Any] = bundled_config("tiny") | {
 CONFIGS: dict[str, dict[str, Any]] = {"tiny": CONFIG} | {
     name: bundled_config(name) for name in ("tiny-hybrid", "tiny-moe", "tiny-hybrid-moe")
 }
+CONFIGS["tiny-oss"] = harmony.CONFIG
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +81,12 @@ def new_model(name: str, seed: int) -> Any:
 
     settings = {key: value for key, value in CONFIGS[name].items() if not key.startswith("mtp_")}
     del settings["torch_dtype"], settings["architectures"]
+    settings.pop("quantization_config", None)
     torch.manual_seed(seed)
-    made: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
-    return made.float()
+    made: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).float()
+    if name == "tiny-oss":
+        harmony.round_experts(made)
+    return made
 
 
 def train(
@@ -120,6 +126,10 @@ def train(
 
 def save_model(model: nn.Module, folder: Path, config: dict[str, Any]) -> int:
     """Writes bfloat16 weights and both configs; returns the number of parameters."""
+    if config["model_type"] == "gpt_oss":
+        count = sum(weight.numel() for weight in model.parameters())
+        save(harmony.published(model), folder, config=config, generation_config=harmony.GENERATION)
+        return count
     weights = apart(model.state_dict())
     del weights["lm_head.weight"]  # tied to the embedding
     generation = {name: config[name] for name in ("eos_token_id", "pad_token_id")}
@@ -152,7 +162,9 @@ def save(
     """Writes bfloat16 weights and each config by its name; returns the number of parameters."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
-        part: weight.detach().to("cpu", torch.bfloat16).contiguous()
+        part: weight.detach()
+        .to("cpu", torch.bfloat16 if weight.is_floating_point() else weight.dtype)
+        .contiguous()
         for part, weight in state.items()
     }
     file = folder / f"{name}.safetensors"
