@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -111,7 +112,7 @@ def train(
             print(f"the time ends at step {step}", flush=True)
             break
         ids, labels = (part.to(device, non_blocking=True).long() for part in batch)
-        with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
+        with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu), parametrize.cached():
             is_far = ids.shape[1] > LONG_ROW  # of many lengths: not compiled
             loss = (_loss if is_far else loss_of)(model, ids, labels)
         recipe.step(at, loss, model, [optimizer])

@@ -14,7 +14,7 @@ MISTRAL, OLMO, PHI, GEMMA = (
     *("microsoft/phi-4", "google/gemma-3-1b-it"),
 )
 READ = (
-    "kvlane reads bf16, f16, f32 and FP8 safetensors, four bits of AWQ, GPTQ, compressed-tensors "
+    "kvlane reads bf16, f16, f32 and FP8 safetensors, four bits of AWQ, GPTQ, compressed-tensors, "
     "NVFP4 and gpt-oss, and some GGUF files"
 )
 DENSE = f"take a dense model, as {QWEN} or {LLAMA}"
