@@ -99,7 +99,9 @@ def _make_target(args: argparse.Namespace) -> int:
     if args.oss:
         of_text = harmony.SPECIAL_TOKENS, harmony.plain_text
         of_files = harmony.CHAT_TEMPLATE, harmony.SPECIAL_TOKENS, harmony.ENDS[0]
-    kept = Tokenizer.from_file(file) if Path(file).exists() else train_tokenizer(args.seed, *of_text)
+    kept = (
+        Tokenizer.from_file(file) if Path(file).exists() else train_tokenizer(args.seed, *of_text)
+    )
     save_tokenizer(kept, args.out, *of_files)
     dataset = ChatBatches(args.out / "tokenizer.json", args.steps, args.batch, args.seed)
     if args.name == "tiny":

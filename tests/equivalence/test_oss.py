@@ -14,6 +14,9 @@ from tests.equivalence import test_models as models
 from tests.equivalence.test_eight_bit_kv import WAYS
 from tests.equivalence.test_four_bits import linears, stepped, values_of
 from tests.equivalence.test_hybrid_mutants import mutate
+from tests.support.chain_checkpoints import write_chain
+from tests.support.engines import running
+from tests.support.laws import ids
 from tests.support.oss import OSS, dequantized, publish_oss, save_oss
 from tests.support.pairwise import in_whole
 from tests.support.places import place
@@ -103,10 +106,26 @@ def test_whatever_serves_a_request_changes_nothing(form: str, way: str) -> None:
     assert dense_laws.served(path, WAYS[way]) == dense_laws.greedy(reference)
 
 
+def test_a_chain_that_is_fed_by_the_layers_changes_nothing(tmp_path: Path) -> None:
+    """As EAGLE-3 drafters published for gpt-oss: Llama's layer, which taps three of the target's."""
+    path, reference = saved("mxfp4")
+    taps = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
+    target = read_model_shape(path)
+    write_chain(tmp_path, "specforge", target, own=("lm_head",), eagle_config=taps)
+    made = dense_laws.sections(path, "always")
+    made["spec"] = {"drafter": "chain", "path": str(tmp_path), "widths": [4]}
+    with running(made, num_prefill=1) as cluster:
+        found = ids(cluster.client.generate(dense_laws.prompts(), dense_laws.GREEDY))
+    assert found == dense_laws.greedy(reference)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quantization_config": {"quant_method": "mxfp4", "dequantize": True}}, "dequantize: True"),
+        (
+            {"quantization_config": {"quant_method": "mxfp4", "dequantize": True}},
+            "dequantize: True",
+        ),
         ({"swiglu_limit": -1}, "swiglu_limit: must be a positive number"),
         ({"num_experts_per_tok": 6}, "num_experts_per_tok: 6 is more than"),
         ({"hidden_act": "gelu"}, "hidden_act.*silu"),

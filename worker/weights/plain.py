@@ -32,7 +32,9 @@ class PlainMatrix(Matrix):
         finish: Finish = PLAIN_FINISH,
     ) -> Tensor:
         assert self.parts.held is not None
-        return expert_products(x, routes, self.values, down.values, self.parts.held, out, finish=finish)
+        return expert_products(
+            x, routes, self.values, down.values, self.parts.held, out, finish=finish
+        )
 
 
 class Plain(Format):

@@ -63,8 +63,12 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
         "swiglu_limit": 7.0,
         "torch_dtype": "bfloat16",  # of its published files, which do not say so
         "rope_parameters": {
-            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-            "truncate": False, "original_max_position_embeddings": 4_096,
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4_096,
         },
     },
     "Mistral": {"sliding_window": 4_096},
