@@ -21,6 +21,7 @@ from worker.weights.stacks import of_stack, stack_of
 
 ZEROS, FACTORS = "zeros", "factors"  # roles
 LOW = 0x0F0F0F0F  # the low numbers of four bytes
+CHUNK = 1 << 22  # bytes of a matrix that are at once in memory twice
 
 
 class PackedFiles(Reading):
@@ -162,8 +163,14 @@ class PackedMatrix:
     def __getitem__(self, index: tuple[slice, slice]) -> Tensor:
         """[rows, columns] f32."""
         rows, columns = index
-        held = {role: sliced[rows, :] for role, sliced in self.roles.items()}
-        return worth(**held)[:, : self._shape[1]][:, columns]
+        start, stop, _ = rows.indices(self._shape[0])
+        step = max(1, CHUNK // (8 * self._shape[1]))
+        parts = list[Tensor]()
+        for begin in range(start, stop, step):
+            some = slice(begin, min(begin + step, stop))
+            held = {role: sliced[some, :] for role, sliced in self.roles.items()}
+            parts.append(worth(**held)[:, : self._shape[1]][:, columns])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _bytes(self, at: Packed, rows: slice, columns: slice) -> tuple[Tensor, int]:
         """(u8 [.., .. · bytes of one], numbers before the first) that hold all of a part."""
@@ -186,20 +193,29 @@ class PackedMatrix:
         if at.along == "columns":
             stored, skip = self._bytes(at, rows, slice(first, last))
             return stored.narrow(1, skip // 2, columns.stop - columns.start)
-        stored, skip = self._bytes(at, rows, slice(first, min(last, self._shape[1])))
-        words = stored.view(torch.int32)  # [rows / 8, columns]
-        if words.shape[1] % 2:
-            words = torch.nn.functional.pad(words, (0, 1))
-        even, odd = words[:, ::2], words[:, 1::2]
-        paired = torch.empty(len(words), 8, even.shape[1], dtype=torch.uint8)
+        columns, per = slice(first, min(last, self._shape[1])), self._per
+        start, stop = rows.start // per, -(-rows.stop // per)
+        values = torch.empty((stop - start) * per, last // 2 - first // 2, dtype=torch.uint8)
+        step = max(1, CHUNK // (4 * (last - first)))
+        for begin in range(start, stop, step):
+            end = min(begin + step, stop)
+            words = self._held[at.end][columns, begin:end]
+            self._pair(words, values[(begin - start) * per : (end - start) * per])
+        return values.narrow(0, rows.start % per, rows.stop - rows.start)
+
+    def _pair(self, words: Tensor, out: Tensor) -> None:
+        """Two columns' numbers in a byte of `out` [8 · n, columns / 2], of words [columns, n]."""
+        if len(words) % 2:
+            words = torch.nn.functional.pad(words, (0, 0, 0, 1))
+        even, odd = words[::2], words[1::2]
+        found = out.view(words.shape[1], self._per, -1)
         # Of two columns the low numbers of every byte, at places 0, 2, .., then the high ones.
         for high in (0, 1):
             pair = even >> 4 & LOW | odd & ~LOW if high else even & LOW | (odd & LOW) << 4
-            places = pair.view(torch.uint8).view(*even.shape, 4)
-            for neighbour, place in enumerate(at.places):
+            of_bytes = pair.view(torch.uint8).t().contiguous().view(words.shape[1], 4, -1)
+            for neighbour, place in enumerate(self._layout.values.places):
                 if place % 2 == high:
-                    paired[:, neighbour] = places[..., place // 2]
-        return paired.flatten(0, 1).narrow(0, skip, rows.stop - rows.start)
+                    found[:, neighbour] = of_bytes[:, place // 2]
 
     def _scales(self, rows: slice, columns: slice) -> Tensor:
         stored = self._held[self._layout.scales]
