@@ -60,6 +60,7 @@ TEMPLATES: Mapping[str, Sequence[str]] = {
     "Gemma 3 (text)": ("gemma3",),
     "GLM-4-0414": (f"{OWN}glm",),
     "GLM-4-chat-hf": (f"{OWN}glm",),
+    "gpt-oss": ("openai-gpt-oss-120b",),
     "Granite 3": ("ibm-granite-granite-3.3-2B-Instruct", f"{OWN}granite"),
     "Llama 2 and 3": LLAMA,
     "MiMo-7B": ("MiMo-VL",),
