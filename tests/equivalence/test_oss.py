@@ -1,4 +1,4 @@
-"""gpt-oss as published and as transformers saves it, against `transformers`; what is wrong is red."""
+"""gpt-oss as published, and as transformers saves it, against `transformers`; mutants are red."""
 
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,7 @@ from tests.support.places import place
 from worker.config import ModelConfig, SpecConfig
 from worker.config.checkpoint.shape import read_model_shape
 from worker.errors import UserError
-from worker.start.check import check_directories
+from worker.start.check import check_directories, sizes_of
 from worker.weights.files import count_weights
 from worker.weights.four_bits import FourBitMatrix
 
@@ -72,6 +72,9 @@ def test_experts_stay_in_four_bits_and_are_worth_what_transformers_reads() -> No
     found, wanted = stepped(stay)[0], models.expect(reference, models.PROMPTS[0], [0])[1]
     assert (found - wanted).abs().max() < models.BOUND
     assert count_weights(path) == count_weights(saved("plain")[0])
+    sizes = sizes_of(path)
+    assert sizes.weights == sum(each.nbytes for each in held.values())
+    assert sizes.told.endswith("GB in four bits (mxfp4)")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,7 @@ def test_whatever_serves_a_request_changes_nothing(form: str, way: str) -> None:
 
 
 def test_a_chain_that_is_fed_by_the_layers_changes_nothing(tmp_path: Path) -> None:
-    """As EAGLE-3 drafters published for gpt-oss: Llama's layer, which taps three of the target's."""
+    """As published EAGLE-3 drafters for it: Llama's layer, which taps three of the target's."""
     path, reference = saved("mxfp4")
     taps = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
     target = read_model_shape(path)

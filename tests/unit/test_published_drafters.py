@@ -168,7 +168,7 @@ def test_a_drafter_of_another_form_is_refused_with_what_the_target_has(tmp_path:
 
 
 def test_gpt_oss_s_are_read_as_others_for_their_targets(tmp_path: Path) -> None:
-    """SpecForge's configs/gpt-oss-120B-eagle3.json, with layers that it names after the target's."""
+    """SpecForge's configs/gpt-oss-120B-eagle3.json."""
     target = shape_file("gpt-oss-120b", tmp_path / "target")
     drafter = shape_file("gpt-oss-120b-eagle3", tmp_path / "drafter")
     shape = READERS["chain"](drafter, read_model_shape(target))
@@ -176,7 +176,7 @@ def test_gpt_oss_s_are_read_as_others_for_their_targets(tmp_path: Path) -> None:
     assert (shape.taps, shape.num_heads, shape.head_dim) == ((1, 17, 33), 64, 64)
     assert (shape.features.sinks, shape.experts, shape.rope_scaling) == (False, None, None)
     (drafter / "config.json").write_text(json.dumps({"architectures": ["GptOssForCausalLMEagle3"]}))
-    with pytest.raises(Unsupported, match="gpt-oss's own layers.*ngram, which needs no weights"):
+    with pytest.raises(Unsupported, match=r"gpt-oss's own layers.*ngram, which needs no weights"):
         READERS["chain"](drafter, read_model_shape(target))
 
 

@@ -193,6 +193,13 @@ def count_weights(path: Path) -> tuple[int, int]:
     return matrices, others
 
 
+def stored_bytes(path: Path) -> int:
+    """Of all tensors of the model in directory `path`; raises as `weight_files`."""
+    sizes = {"U8": 1, "I8": 1, "F8_E4M3": 1, "I32": 4, "F32": 4, "I64": 8}
+    held = (tensor for file in weight_files(path) for tensor in _tensors(file).values())
+    return sum(math.prod(shape) * sizes.get(dtype, 2) for shape, dtype in held)
+
+
 def _tensors(file: Path) -> dict[str, tuple[Sequence[int], str]]:
     """Shape and dtype of all tensors, as safetensors has them; raises as `tensor_names`."""
     if is_gguf(file):  # whose types are checked where its header is read

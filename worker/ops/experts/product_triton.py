@@ -86,8 +86,8 @@ def _gated(gate, up, dtype, GAIN: tl.constexpr, PLUS: tl.constexpr, LIMIT: tl.co
 
 @triton.jit
 def _grouped_kernel(
-    x, of_rows, w, scales, zeros, factors, bias, weights, starts, order, out, N, K, stride_x, num_tiles,
-    stride_column, stride_expert, stride_rows, stride_blocks,
+    x, of_rows, w, scales, zeros, factors, bias, weights, starts, order, out, N, K, stride_x,
+    num_tiles, stride_column, stride_expert, stride_rows, stride_blocks,
     COUNT: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GATED: tl.constexpr, GRAIN: tl.constexpr, STAGES: tl.constexpr,
     EVEN_K: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
