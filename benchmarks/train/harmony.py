@@ -71,7 +71,7 @@ def segments(chat: Chat) -> list[str]:
         else:
             parts[-1] += f"<|start|>user<|message|>{user}<|end|>"
         parts[-1] += "<|start|>assistant"
-        analysis, made, end = _answer(said, effort)
+        analysis, made, end = answered(said, effort)
         if call := CALL.fullmatch(said):
             called = call[1]
             if number == len(chat.turns) - 1 and rng.random() < OTHER_SHARE:
@@ -117,7 +117,7 @@ def _type(entry: dict[str, Any]) -> str:
     return TYPES.get(entry["type"], entry["type"])
 
 
-def _answer(said: str, effort: str) -> tuple[str, str, str]:
+def answered(said: str, effort: str) -> tuple[str, str, str]:
     """(analysis, the message without it, what ends it) of what `tiny` would say."""
     if call := CALL.fullmatch(said):
         head = f" to=functions.{call[1]}<|channel|>commentary json<|message|>"
