@@ -62,7 +62,7 @@ class Experts(nn.Module):
             self.bias = placement.empty(self.shape.num_experts, dtype=torch.float32)
         self.load = new_load(self.held, placement.device)
         sums_here = len(part) == part.size or group.rank == 0  # else it would count once a rank
-        self._finish = Finish(
+        self.gate_up.finish = Finish(
             self.up_bias, self.down_bias if sums_here else None,
             self.shape.gain, self.shape.plus, self.shape.limit,
         )  # fmt: skip
@@ -88,8 +88,8 @@ class Experts(nn.Module):
                 shared = shared * self.shared_gate(hidden).sigmoid()
             elif self._collective.size > 1:
                 shared = shared.clone()
-            return self.gate_up.experts(self.down, hidden, routes, out, self._finish).add_(shared)
-        return self.gate_up.experts(self.down, hidden, routes, out, self._finish)
+            return self.gate_up.experts(self.down, hidden, routes, out).add_(shared)
+        return self.gate_up.experts(self.down, hidden, routes, out)
 
     def shards(self, prefix: str) -> dict[Key, Shard]:
         shards = {Key(f"{prefix}.{self._names.router}.weight"): whole(self.gate)}

@@ -90,6 +90,7 @@ class Matrix(nn.Module):
     """
 
     values: nn.Parameter
+    finish: Finish = PLAIN_FINISH  # of a stack of gates and ups: what `experts` makes of products
     add_norm: AddNorm | None = None  # whose rows its products take; None: they take tensors alone
 
     def __init__(self, kept: "Format", parts: Parts, empty: Empty) -> None:
@@ -119,12 +120,7 @@ class Matrix(nn.Module):
         return True
 
     def experts(
-        self,
-        down: "Matrix",
-        x: Tensor,
-        routes: Routes,
-        out: Tensor | None = None,
-        finish: Finish = PLAIN_FINISH,
+        self, down: "Matrix", x: Tensor, routes: Routes, out: Tensor | None = None
     ) -> Tensor:
         """Of a stack of gates and ups, and one of downs: see ops.experts.product."""
         raise NotImplementedError

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from worker.config.checkpoint.quantization import SCALE_BLOCK, Quantization
-from worker.ops.experts.product import PLAIN_FINISH, Finish, expert_products
+from worker.ops.experts.product import expert_products
 from worker.ops.experts.route import Routes
 from worker.ops.scaled import (
     E4M3,
@@ -76,19 +76,12 @@ class EightBitMatrix(Matrix):
     def gates_for(self, other: Matrix) -> bool:
         return isinstance(other, EightBitMatrix)
 
-    def experts(
-        self,
-        down: Matrix,
-        x: Tensor,
-        routes: Routes,
-        out: Tensor | None = None,
-        finish: Finish = PLAIN_FINISH,
-    ) -> Tensor:
+    def experts(self, down: Matrix, x: Tensor, routes: Routes, out: Tensor | None = None) -> Tensor:
         assert isinstance(down, EightBitMatrix)
         assert self.parts.held is not None
         scales = self.scales, down.scales
         operands = x, routes, self.values, down.values, self.parts.held, out, scales
-        return expert_products(*operands, finish=finish)
+        return expert_products(*operands, finish=self.finish)
 
 
 class EightBitFiles(ScaledFiles):

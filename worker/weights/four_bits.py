@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from worker.config.checkpoint.quantization import Quantization
 from worker.errors import Unsupported, UserError
-from worker.ops.experts.product import PLAIN_FINISH, Finish, expert_products
+from worker.ops.experts.product import expert_products
 from worker.ops.experts.route import Routes
 from worker.ops.norms import swiglu
 from worker.ops.packed import ZERO, as_packed, multiplies_packed, packed_product
@@ -55,20 +55,13 @@ class FourBitMatrix(Matrix):
     def gated(self, x: Operand) -> Tensor:
         return swiglu(self.product(x))
 
-    def experts(
-        self,
-        down: Matrix,
-        x: Tensor,
-        routes: Routes,
-        out: Tensor | None = None,
-        finish: Finish = PLAIN_FINISH,
-    ) -> Tensor:
+    def experts(self, down: Matrix, x: Tensor, routes: Routes, out: Tensor | None = None) -> Tensor:
         assert isinstance(down, FourBitMatrix)
         assert self.parts.held is not None
         packed = self.operands[1:], down.operands[1:]
         held = self.parts.held
         operands = x, routes, self.values, down.values, held, out
-        return expert_products(*operands, packed=packed, finish=finish)
+        return expert_products(*operands, packed=packed, finish=self.finish)
 
 
 class FourBits(Format):

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from worker.ops.experts.product import PLAIN_FINISH, Finish, expert_products
+from worker.ops.experts.product import expert_products
 from worker.ops.experts.route import Routes
 from worker.ops.product import gated_product, product
 from worker.weights.base import Format, Grid, Matrix, Operand, Parts
@@ -23,18 +23,10 @@ class PlainMatrix(Matrix):
         assert isinstance(x, Tensor)
         return gated_product(x, self.values)
 
-    def experts(
-        self,
-        down: Matrix,
-        x: Tensor,
-        routes: Routes,
-        out: Tensor | None = None,
-        finish: Finish = PLAIN_FINISH,
-    ) -> Tensor:
+    def experts(self, down: Matrix, x: Tensor, routes: Routes, out: Tensor | None = None) -> Tensor:
         assert self.parts.held is not None
-        return expert_products(
-            x, routes, self.values, down.values, self.parts.held, out, finish=finish
-        )
+        operands = x, routes, self.values, down.values, self.parts.held, out
+        return expert_products(*operands, finish=self.finish)
 
 
 class Plain(Format):

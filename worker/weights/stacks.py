@@ -58,9 +58,8 @@ class OfStack:
     def __getitem__(self, index: tuple[slice, ...]) -> "Tensor":
         """[rows, columns] of the stack's dtype, or [rows] of a bias."""
         start, stop, _ = index[0].indices(self.shape[0])
-        at, each = self.first_row, self.step
-        # Behind the last row a slice with a step would begin with another matrix's.
-        rows = slice(at + each * start, max(at + each * (stop - 1) + 1, at + each * start), each)
+        first = self.first_row + self.step * start
+        rows = slice(first, max(first, first + self.step * (stop - start - 1) + 1), self.step)
         one = slice(self.number, self.number + 1)
         if len(self.shape) == 1:
             return self.stack[one, rows][0]

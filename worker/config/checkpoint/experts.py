@@ -30,7 +30,7 @@ class ExpertShape(NamedTuple):
     limit: float = 0.0  # to which gate, from above, and up are clamped; 0: they are not
     gain: float = 1.0
     plus: float = 0.0  # is added to up before the product of both
-    has_biases: bool = False  # of each product; the router's bias is one of logits
+    has_biases: bool = False  # of products; the router's bias is one of logits
 
 
 class Held(NamedTuple):

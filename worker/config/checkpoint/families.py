@@ -26,7 +26,7 @@ class ExpertNames(NamedTuple):
     scoring: str = "softmax"  # of the router; see ExpertShape
     bias: str = ""  # a tensor: of the router's choice; "": there is none
     router: str = "gate"
-    # The router's logits and each product have biases, and in one tensor of all experts rows of
+    # The router's logits and all products have biases, and in one tensor of all experts rows of
     # gates and ups take turns; see weights.stacks.
     paired: bool = False
     plus: float = 0.0  # is added to up; see ExpertShape

@@ -61,8 +61,7 @@ def expert_products_ref(
 ) -> Tensor:
     """The sum over this rank's experts of weight · down(silu(gate(x)) · up(x)): [n, hidden_size].
 
-    Biases are added to each product in f32, before it is rounded; see `gated_ref` for the rest of
-    `finish`.
+    Biases are added in f32, before a product is rounded; see `gated_ref` for the rest of `finish`.
 
     x: [n, hidden_size]; gate_up: [count, 2 · width, hidden_size], gates before ups; down:
     [count, hidden_size, width]; all of x's dtype. out: [n, hidden_size], where the result goes;

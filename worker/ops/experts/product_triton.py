@@ -218,25 +218,21 @@ def expert_products_triton(
 ) -> Tensor:
     """See expert_products_ref; padding in `routes` is read by no product."""
     if packed is not None and not takes(x, packed[0][0]):
-        operands = x, routes, gate_up, down, held, out
-        return expert_products_ref(*operands, packed=packed, finish=finish)
+        return expert_products_ref(x, routes, gate_up, down, held, out, None, packed, finish)
     (n, size), top_k = x.shape, routes.ids.shape[1]
     width, num_rows = gate_up.shape[1] // 2, n * top_k
     few = 1 if packed is None else 2  # numbers in one of a tensor's
     assert gate_up.shape == (held.count, 2 * width, -(-size // few))
     assert down.shape == (held.count, size, -(-width // few))
-    assert gate_up.is_contiguous()
-    assert down.is_contiguous()
     assert x.stride(1) == 1
-    hidden = x.new_empty(num_rows, width)
-    parts = x.new_empty(num_rows, size)
-    of_up, of_down = scales or (None, None)
-    up_four, down_four = packed or (None, None)
+    hidden, parts = x.new_empty(num_rows, width), x.new_empty(num_rows, size)
+    (of_up, of_down), (up_four, down_four) = scales or (None, None), packed or (None, None)
     assert (scales is not None) == (gate_up.dtype == E4M3) == (down.dtype == E4M3)
     for source, w, of_w, four, bias, result, gated in (
         (x, gate_up, of_up, up_four, finish.up_bias, hidden, True),
         (hidden, down, of_down, down_four, finish.down_bias, parts, False),
     ):
+        assert w.is_contiguous()
         assert bias is None or (bias.is_contiguous() and bias.shape == w.shape[:2])
         tile = choose(n, top_k, held.count, gated=gated, eight=of_w is not None)
         num_items = min(num_rows, num_rows // tile.tokens + min(held.count, num_rows))
