@@ -108,7 +108,6 @@ SANDWICH = NormNames(
 MLP_EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 SHARED_EXPERT = MLP_EXPERTS._replace(shared="shared_expert", shared_gate="shared_expert_gate")
 MIXTRAL = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
-OSS = MLP_EXPERTS._replace(router="router", bias="router.bias", paired=True, plus=1.0)
 OUTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 QWEN_3_5 = Family("Qwen3.5 (dense, text)", HYBRID, BIASES, rotary=0.25)
 QWEN_3_5_MOE = Family(
@@ -130,6 +129,7 @@ GEMMA_3 = Family(
     "Gemma 3 (text)", replace(GEMMA, qk_norm=True), BIASES,
     scales="gemma3", windows=6, local_theta="rope_local_base_freq",
 )  # fmt: skip
+OSS = MLP_EXPERTS._replace(router="router", bias="router.bias", paired=True, plus=1.0)
 
 # By `architectures[0]` of config.json.
 FAMILIES: Mapping[str, Family] = {
