@@ -130,7 +130,7 @@ def test_a_chain_that_is_fed_by_the_layers_changes_nothing(tmp_path: Path) -> No
             "dequantize: True",
         ),
         ({"swiglu_limit": -1}, "swiglu_limit: must be a positive number"),
-        ({"num_experts_per_tok": 6}, "num_experts_per_tok: 6 is more than"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok: 7 is more than"),
         ({"hidden_act": "gelu"}, "hidden_act.*silu"),
     ],
 )
