@@ -179,7 +179,7 @@ class PackedMatrix:
         wanted[axis] = slice(start // self._per, -(-stop // self._per))
         stored, skip = self._held[at.end], start % self._per
         part = stored[wanted[1], wanted[0]].t() if at.turned else stored[wanted[0], wanted[1]]
-        return part.flatten().view(torch.uint8).view(len(part), -1), skip
+        return part.flatten().contiguous().view(torch.uint8).view(len(part), -1), skip
 
     def _numbers(self, at: Packed, rows: slice, columns: slice) -> Tensor:
         """u8 [rows, columns], a number a byte, of 32 bits that hold eight rows' neighbours."""
@@ -212,7 +212,8 @@ class PackedMatrix:
         # Of two columns the low numbers of every byte, at places 0, 2, .., then the high ones.
         for high in (0, 1):
             pair = even >> 4 & LOW | odd & ~LOW if high else even & LOW | (odd & LOW) << 4
-            of_bytes = pair.view(torch.uint8).t().contiguous().view(words.shape[1], 4, -1)
+            of_bytes = pair.flatten().contiguous().view(torch.uint8).view(len(pair), -1)
+            of_bytes = of_bytes.t().contiguous().view(words.shape[1], 4, -1)
             for neighbour, place in enumerate(self._layout.values.places):
                 if place % 2 == high:
                     found[:, neighbour] = of_bytes[:, place // 2]
