@@ -18,7 +18,7 @@ import os
 import platform
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -97,7 +97,8 @@ def _make_target(args: argparse.Namespace) -> int:
     """Trains and saves tokenizer and model; the number of parameters."""
     args.out.mkdir(parents=True, exist_ok=True)
     file = str(args.out / "tokenizer.json")
-    of_text, of_files = (), ()
+    of_text: Any = ()
+    of_files: Any = ()
     if args.oss:
         of_text = harmony.SPECIAL_TOKENS, harmony.plain_text
         of_files = harmony.CHAT_TEMPLATE, harmony.SPECIAL_TOKENS, harmony.ENDS[0]

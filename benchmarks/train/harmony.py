@@ -114,7 +114,7 @@ def _tool(tool: dict[str, Any]) -> str:
 def _type(entry: dict[str, Any]) -> str:
     if "enum" in entry:
         return " | ".join(map(json.dumps, entry["enum"]))
-    return TYPES.get(entry["type"], entry["type"])
+    return str(TYPES.get(entry["type"], entry["type"]))
 
 
 def answered(said: str, effort: str) -> tuple[str, str, str]:

@@ -134,7 +134,7 @@ if not INTERPRETED:
             assert not re.search(r"\b(st|ld)\.local\b", text)  # nothing spills
         eight, scales = zip(*(in_eight_bits(each) for each in (up, down)), strict=True)
         with compiling(product_triton) as ptx, compiling(scaled_triton, "_eight_bits_kernel"):
-            expert_products_triton(x, routes, *eight, held, scales=scales)
+            expert_products_triton(x, routes, eight[0], eight[1], held, scales=scales)
         text = ptx["_grouped_kernel"]
         assert re.search(rf"wgmma\S+m64n{columns}k32\.f32\.e4m3\.e4m3", text)
         assert not re.search(r"\b(st|ld)\.local\b", text)
@@ -202,8 +202,8 @@ else:
         eight, scales = zip(*(in_eight_bits(each) for each in (up, down)), strict=True)
         with poisoned():
             how: Any = {"scales": scales, "finish": finish}
-            sums = products.expert_products_triton(padded, got, *eight, held, **how)
-        exact = expert_products_ref(x, wanted, *eight, held, **how)
+            sums = products.expert_products_triton(padded, got, eight[0], eight[1], held, **how)
+        exact = expert_products_ref(x, wanted, eight[0], eight[1], held, **how)
         assert (sums - exact).abs().max() <= 0.03 * exact.abs().max().clamp_min(1e-3)
         assert not sums[~live].any()
 
