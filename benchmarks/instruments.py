@@ -257,6 +257,8 @@ def decode_floor_ms(
     if model.head is not model.embedding:
         weights -= model.embedding.weight.numel() * model.embedding.weight.element_size()
     per_token = engine.layout.page_bytes / int(engine.config.kv.page_size)
+    if masks := model.shape.masks:
+        mean_len = sum(min(mask.window or mean_len, mean_len) for mask in masks) / len(masks)
     state = 0 if engine.layout.state is None else 2 * engine.layout.state.slot_bytes
     return 1e3 * (weights + batch * (mean_len * per_token + state)) / bandwidth
 

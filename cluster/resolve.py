@@ -261,6 +261,5 @@ def _choices(config: Config, num_gpus: int, peer_access: bool | None) -> Chosen:
     if "model.dtype" in choices:
         with suppress(UserError):  # there are no weights, or none that can be read
             held, (value, why) = sizes_of(config.model.directory), choices["model.dtype"]
-            why += f"; weights are {held.weights / 1e9:.3g} GB in 16 bits, "
-            choices["model.dtype"] = value, f"{why}{held.fp8_weights / 1e9:.3g} as published in FP8"
+            choices["model.dtype"] = value, f"{why}; {held.told}"
     return choices

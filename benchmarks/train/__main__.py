@@ -1,7 +1,7 @@
-"""Makes the bundled model `tiny`, `tiny-hybrid` or `tiny-moe` from nothing, `tiny-hybrid-moe` from
-`tiny-hybrid`, or a drafter for one.
+"""Makes the bundled model `tiny`, `tiny-hybrid`, `tiny-moe` or `tiny-oss` from nothing,
+`tiny-hybrid-moe` from `tiny-hybrid`, or a drafter for one.
 
-    python -m benchmarks.train [--hybrid] [--moe] [--out DIR]
+    python -m benchmarks.train [--hybrid] [--moe] [--oss] [--out DIR]
     python -m benchmarks.train --drafter chain|dflash|mtp [--target DIR] [--out DIR]
 
 Writes weights and configs (for the model the tokenizer, too, unless there is one) to the output
@@ -18,7 +18,7 @@ import os
 import platform
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -28,6 +28,7 @@ from tokenizers import Tokenizer
 
 from benchmarks import accuracy
 from benchmarks.output import described
+from benchmarks.train import harmony
 from benchmarks.train.answers import Speaker
 from benchmarks.train.base import Drafter, Lesson, train_drafter
 from benchmarks.train.block_drafter import BlockDrafter
@@ -68,8 +69,8 @@ def main() -> None:
     """Trains, saves, then judges the saved weights."""
     args = _parser().parse_args()
     made = MODELS[args.drafter]
-    args.name = "tiny" + "-hybrid" * args.hybrid + "-moe" * args.moe
-    if args.hybrid or args.moe:
+    args.name = "tiny" + "-hybrid" * args.hybrid + "-moe" * args.moe + "-oss" * args.oss
+    if args.hybrid or args.moe or args.oss:
         made = made._replace(out=TARGET.with_name(args.name))
     for name in ("out", "steps", "batch", "lr", "target"):
         if getattr(args, name) is None:
@@ -83,7 +84,9 @@ def main() -> None:
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     python = platform.python_version()
     print(f"{num_params} parameters, {minutes:.1f} minutes on {on}; {versions}, Python {python}")
-    if made.kind is None:
+    if args.oss:
+        print("transformers reads MXFP4 with more libraries: benchmarks.accuracy --url judges it")
+    elif made.kind is None:
         scores = [accuracy.local_score(args.out, args.num, each, args.device) for each in SPLITS]
         print(accuracy.table(scores))
         for item in scores:
@@ -94,11 +97,20 @@ def _make_target(args: argparse.Namespace) -> int:
     """Trains and saves tokenizer and model; the number of parameters."""
     args.out.mkdir(parents=True, exist_ok=True)
     file = str(args.out / "tokenizer.json")
-    kept = Tokenizer.from_file(file) if Path(file).exists() else train_tokenizer(args.seed)
-    save_tokenizer(kept, args.out)
+    of_text: Any = ()
+    of_files: Any = ()
+    if args.oss:
+        of_text = harmony.SPECIAL_TOKENS, harmony.plain_text
+        of_files = harmony.CHAT_TEMPLATE, harmony.SPECIAL_TOKENS, harmony.ENDS[0]
+    kept = (
+        Tokenizer.from_file(file) if Path(file).exists() else train_tokenizer(args.seed, *of_text)
+    )
+    save_tokenizer(kept, args.out, *of_files)
     dataset = ChatBatches(args.out / "tokenizer.json", args.steps, args.batch, args.seed)
     if args.name == "tiny":
         dataset.reach = args.reach
+    if args.oss:
+        dataset.segments, dataset.forms = harmony.segments, False
     if args.name == "tiny-hybrid-moe":
         dataset.newcomers = False  # of which the model that it is made of has seen none
     loader = batches(dataset, args.workers, pin=args.device.startswith("cuda"))
@@ -107,7 +119,8 @@ def _make_target(args: argparse.Namespace) -> int:
     else:
         made = new_model(args.name, args.seed)
     recipe = Recipe(args.steps, peak_lr=args.lr)
-    train(made, loader, recipe, args.device, args.compile, 60 * args.minutes)
+    compiled = args.compile and not args.oss  # whose experts each have tokens of their own
+    train(made, loader, recipe, args.device, compiled, 60 * args.minutes)
     return save_model(made, args.out, CONFIGS[args.name])
 
 
@@ -138,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--moe", action="store_true", help="make tiny-moe: layers of experts; both: tiny-hybrid-moe"
     )
+    add("--oss", action="store_true", help="make tiny-oss: chats in harmony, experts in MXFP4")
     add("--drafter", choices=tuple(MODELS), default="", help="make a drafter of this kind")
     add("--target", type=Path, help="the drafter's target")
     add("--steps", type=int, help="default: 7500, a drafter 640 (chain), 2000 (dflash), 1200 (mtp)")

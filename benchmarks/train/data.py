@@ -1,7 +1,7 @@
 """Training batches, made by worker processes ahead of the training loop."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -47,6 +47,8 @@ class ChatBatches(Dataset):
     seed: int
     newcomers: bool = True  # else no chats of theirs, and none that a grammar leads
     reach: int = LONG_ROW  # tokens of the longest row
+    segments: Callable[[Chat], list[str]] = Chat.segments
+    forms: bool = True  # are there answers that a grammar leads?
     _tokenizer: Tokenizer | None = None
 
     def __len__(self) -> int:
@@ -59,6 +61,7 @@ class ChatBatches(Dataset):
         agents, *others = self._phase(SHARES, index)
         agents *= self.reach > LONG_ROW == length
         shares = (agents, *(share * self.newcomers for share in others))
+        shares = (shares[0], shares[1] * self.forms, shares[2])
         rows = [
             self._farther_row(rng, length + 1)
             if length > LONG_ROW
@@ -123,7 +126,7 @@ class ChatBatches(Dataset):
             self._tokenizer = Tokenizer.from_file(str(self.tokenizer_file))
         ids: list[int] = []
         labels: list[int] = []
-        segments = [*(chat.segments() if chat else ()), END_OF_TEXT]
+        segments = [*(self.segments(chat) if chat else ()), END_OF_TEXT]
         for place, segment in enumerate(self._tokenizer.encode_batch(segments)):
             ids += segment.ids
             labels += segment.ids if place % 2 else [IGNORED] * len(segment.ids)

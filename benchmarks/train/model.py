@@ -2,7 +2,8 @@
 
 `tiny` is a Qwen3 of 2.4 million parameters, `tiny-hybrid` a Qwen3.5 of 1.4, three of four of its
 layers recurrent, `tiny-moe` a Qwen3-MoE of 1.8, of which a token has two of eight experts,
-`tiny-hybrid-moe` a Qwen3.5 MoE of 1.9, made of `tiny-hybrid` (see experts.py).
+`tiny-hybrid-moe` a Qwen3.5 MoE of 1.9, made of `tiny-hybrid` (see experts.py), `tiny-oss` a gpt-oss
+of 2.2 with experts in MXFP4 (see harmony.py).
 """
 
 import json
@@ -17,9 +18,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from benchmarks.train import harmony
 from benchmarks.train.data import IGNORED, LONG_ROW
 
 TIMED_FROM = 12  # step, behind what is compiled
@@ -34,6 +37,7 @@ def bundled_config(name: str) -> dict[str, Any]:
 CONFIGS: dict[str, dict[str, Any]] = {
     name: bundled_config(name) for name in ("tiny", "tiny-hybrid", "tiny-moe", "tiny-hybrid-moe")
 }
+CONFIGS["tiny-oss"] = harmony.CONFIG
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +78,14 @@ def new_model(name: str, seed: int) -> Any:
 
     settings = {key: value for key, value in CONFIGS[name].items() if not key.startswith("mtp_")}
     del settings["torch_dtype"], settings["architectures"]
+    settings.pop("quantization_config", None)
     torch.manual_seed(seed)
-    made: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
-    return made.float()
+    # One after the other: what multiplies several experts at once takes bfloat16 alone.
+    how = {"experts_implementation": "eager"} if name == "tiny-oss" else {}
+    made: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), **how).float()
+    if name == "tiny-oss":
+        harmony.round_experts(made)
+    return made
 
 
 def train(
@@ -101,7 +110,7 @@ def train(
             print(f"the time ends at step {step}", flush=True)
             break
         ids, labels = (part.to(device, non_blocking=True).long() for part in batch)
-        with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
+        with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu), parametrize.cached():
             is_far = ids.shape[1] > LONG_ROW  # of many lengths: not compiled
             loss = (_loss if is_far else loss_of)(model, ids, labels)
         recipe.step(at, loss, model, [optimizer])
@@ -116,6 +125,10 @@ def train(
 
 def save_model(model: nn.Module, folder: Path, config: dict[str, Any]) -> int:
     """Writes bfloat16 weights and both configs; returns the number of parameters."""
+    if config["model_type"] == "gpt_oss":
+        count = sum(weight.numel() for weight in model.parameters())
+        save(harmony.published(model), folder, config=config, generation_config=harmony.GENERATION)
+        return count
     weights = apart(model.state_dict())
     del weights["lm_head.weight"]  # tied to the embedding
     generation = {name: config[name] for name in ("eos_token_id", "pad_token_id")}
@@ -148,7 +161,9 @@ def save(
     """Writes bfloat16 weights and each config by its name; returns the number of parameters."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
-        part: weight.detach().to("cpu", torch.bfloat16).contiguous()
+        part: weight.detach()
+        .to("cpu", torch.bfloat16 if weight.is_floating_point() else weight.dtype)
+        .contiguous()
         for part, weight in state.items()
     }
     file = folder / f"{name}.safetensors"

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -29,8 +29,15 @@ CHAT_TEMPLATE = "".join(
 )
 
 
-def train_tokenizer(seed: int) -> Tokenizer:
-    """A tokenizer of `vocab_size` entries; any UTF-8 text survives encode and decode."""
+def train_tokenizer(
+    seed: int,
+    special: Sequence[str] = SPECIAL_TOKENS,
+    text: Callable[[random.Random], Iterator[str]] | None = None,
+) -> Tokenizer:
+    """A tokenizer of `vocab_size` entries; any UTF-8 text survives encode and decode.
+
+    text: what it is made for, without special tokens; None: what `tiny` says.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -41,23 +48,29 @@ def train_tokenizer(seed: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=CONFIG["vocab_size"],
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_plain_text(random.Random(seed)), trainer)
+    tokenizer.train_from_iterator((text or _plain_text)(random.Random(seed)), trainer)
     assert tokenizer.get_vocab_size() == CONFIG["vocab_size"], "the text gave too few merges"
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json."""
+def save_tokenizer(
+    tokenizer: Tokenizer,
+    folder: Path,
+    template: str = CHAT_TEMPLATE,
+    special: Sequence[str] = SPECIAL_TOKENS,
+    end: str = TURN_END,
+) -> None:
+    """Writes tokenizer.json and tokenizer_config.json; end: of an answer."""
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": TURN_END,
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end,
         "pad_token": END_OF_TEXT, "bos_token": None, "unk_token": None, "add_bos_token": False,
-        "additional_special_tokens": list(SPECIAL_TOKENS), "clean_up_tokenization_spaces": False,
-        "model_max_length": CONFIG["max_position_embeddings"], "chat_template": CHAT_TEMPLATE,
+        "additional_special_tokens": list(special), "clean_up_tokenization_spaces": False,
+        "model_max_length": CONFIG["max_position_embeddings"], "chat_template": template,
     }  # fmt: skip
     text = json.dumps(config, indent=2) + "\n"
     (folder / "tokenizer_config.json").write_text(text, "utf-8")

@@ -17,10 +17,8 @@ def eight_bits(config: Config, driver: Driver) -> Iterator[Finding]:
     """A finding if the model's files are here; on a GPU it says how many tokens of KV there are."""
     with suppress(UserError):  # another finding tells of it
         sizes = sizes_of(config.model.directory)
-        figures: dict[str, float] = dict(sizes._asdict())
-        text = f"weights {sizes.weights / 1e9:.3g} GB in 16 bits, "
-        text += f"{sizes.fp8_weights / 1e9:.3g} as an FP8 checkpoint; "
-        text += f"KV {sizes.kv_token:,} bytes a token, "
+        figures: dict[str, float] = {x: n for x, n in sizes._asdict().items() if x != "form"}
+        text = f"{sizes.told}; KV {sizes.kv_token:,} bytes a token, "
         has_kv = sizes.fp8_kv_token != sizes.kv_token
         eight = f"{sizes.fp8_kv_token:,} with kv.dtype={EIGHT_BITS} {ON_GPUS}"
         text += eight if has_kv else "which stay"

@@ -1,6 +1,7 @@
 """Splits what gpt-oss says into reasoning, calls and content; see `parsers`.
 
 Its messages are <|channel|>...<|message|>...<|end|>, and channel and recipient tell which they are.
+The parser of openai-harmony (0.0.8) wants the published vocabulary from the network, and no other.
 """
 
 import re

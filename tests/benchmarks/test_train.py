@@ -13,15 +13,19 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from benchmarks.accuracy import load_model
-from benchmarks.train import base, experts, model, problems
+from benchmarks.train import base, experts, harmony, model, problems
 from benchmarks.train.answers import Said, Speaker, set_right
 from benchmarks.train.arithmetic import evaluate
 from benchmarks.train.base import Drafter, Lesson, train_drafter
 from benchmarks.train.block_drafter import BlockDrafter
 from benchmarks.train.chain_drafter import ChainDrafter
+from benchmarks.train.chats import long_chat
 from benchmarks.train.data import IGNORED
 from benchmarks.train.model import save
 from benchmarks.train.mtp_drafter import SPARSE, SparseMtpDrafter
+from benchmarks.train.sums import newcomer_chat
+from router.text.template import ChatTemplate
+from tests.equivalence.test_models import Engine
 from tests.support.chain_reference import ChainReference, Layer
 from tests.support.dflash_reference import DFlashReference
 from tests.support.pairwise import in_whole
@@ -192,3 +196,58 @@ def test_a_model_of_experts_is_saved_by_the_names_of_checkpoints(tmp_path: Path)
     shape = read_model_shape(tmp_path)
     placement = Placement(SingleCollective(), torch.float32, torch.device("cpu"))
     load_worker_model(tmp_path, shape, placement)  # every tensor of the file, no other
+
+
+def test_chats_in_harmony_are_as_their_chat_template_renders_them() -> None:
+    """Up to the last answer: analysis is there from the user's last message on."""
+    template, rng, num_calls = ChatTemplate(harmony.CHAT_TEMPLATE, {}), random.Random(5), 0
+    for made in (newcomer_chat, long_chat) * 30:
+        chat = made(rng)
+        *prompt, answer = harmony.segments(chat)
+        told, _, listed = (chat.system or "").partition("<tools>\n")
+        lines = listed.partition("\n</tools>")[0].splitlines()
+        tools = [{"type": "function", "function": json.loads(line)} for line in lines]
+        messages: list[dict[str, Any]] = []
+        if told:
+            messages = [{"role": "system", "content": told.rstrip()}]
+        effort = re.findall(r"Reasoning: (\w+)", prompt[0])[0]
+        for user, said in chat.turns:
+            result = re.fullmatch(r"<tool_response>\n(.*)\n</tool_response>", user, re.DOTALL)
+            role, content = ("tool", result[1]) if result else ("user", user)
+            messages.append({"role": role, "content": content})
+            analysis, message, end = harmony.answered(said, effort)
+            if call := harmony.CALL.fullmatch(said):
+                num_calls += 1
+                called = {"name": call[1], "arguments": json.loads(call[2])}
+                messages.append({"role": "assistant", "tool_calls": [{"function": called}]})
+                messages[-1]["thinking"] = analysis
+            else:
+                final = message.removeprefix("<|channel|>final<|message|>")
+                messages.append({"role": "assistant", "content": final})
+        rendered = template.render(messages[:-1], tools=tools, extra={"reasoning_effort": effort})
+        assert rendered == "".join(prompt)
+        assert answer.endswith(end)
+        assert answer.count("<|channel|>") == 1 + bool(analysis)
+    assert num_calls
+
+
+def test_a_small_gpt_oss_is_trained_as_it_is_saved_and_served(tmp_path: Path) -> None:
+    """Its experts are rounded to MXFP4 while it learns: nothing changes when it is published."""
+    made = model.new_model("tiny-oss", 0).eval()
+    ids = torch.tensor([[5, 17, 101, 3]])
+    with torch.inference_mode():
+        wanted = made(ids).logits[0]
+    model.save_model(made, tmp_path, model.CONFIGS["tiny-oss"])
+    assert (tmp_path / "model.safetensors").stat().st_size < 3.5e6
+    shape = read_model_shape(tmp_path)
+    assert shape.quantization is not None
+    assert shape.eos_token_ids == (1, 2, 0)
+    placement = Placement(SingleCollective(), torch.float32, torch.device("cpu"))
+    engine = Engine(load_worker_model(tmp_path, shape, placement))
+    found, _ = engine.step([0, 0], [ids[0].tolist(), [1]])
+    engine.pool.close()
+    torch.testing.assert_close(found, wanted, atol=0.03, rtol=0.1)  # others are stored in bfloat16
+    rounded = load_file(tmp_path / "model.safetensors")[
+        "model.layers.0.mlp.experts.down_proj_blocks"
+    ]
+    assert rounded.shape == (8, 192, 2, 16)

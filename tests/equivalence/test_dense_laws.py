@@ -167,7 +167,11 @@ def test_taps_hold_what_leaves_each_layer(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("case", "chunks"), paired(["pieces", "whole"]))
 def test_replays_change_nothing(case: str, chunks: str) -> None:
-    path, wanted = saved(case)
+    check_replays(*saved(case), chunks)
+
+
+def check_replays(path: Path, wanted: list[list[int]], chunks: str) -> None:
+    """wanted: of `prompts`; chunks: "pieces" or "whole"."""
     made = Lockstep(sections(path, "always", max_prefill_tokens=32))
     try:
         replay(made, steps=True, chunks=chunks)

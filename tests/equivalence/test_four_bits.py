@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import worker.weights.four_bits
+import worker.weights.packed_files
 from tests.equivalence import test_dense_laws as dense_laws
 from tests.equivalence import test_models as models
 from tests.equivalence import test_mtp as mtp
@@ -117,6 +118,12 @@ def test_a_tensor_and_parts_of_it_are_worth_what_was_written(form: str) -> None:
             for each in found.roles.values():
                 assert torch.equal(each[21:30, :], each[:, :][21:30])
     assert num_found == 7
+
+
+@pytest.mark.parametrize("form", ["awq", *in_whole(("gptq-zeros",), ("mxfp4",))])
+def test_in_however_many_steps_it_is_read(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker.weights.packed_files, "CHUNK", 1 << 9)
+    test_a_tensor_and_parts_of_it_are_worth_what_was_written(form)
 
 
 OTHERS = [("phi3", "awq"), ("glm", "gptq-zeros"), ("odd", "int4-row-zeros"), ("experts", "awq")]
@@ -420,8 +427,9 @@ MUTANTS = [
     (f"{FILES}._numbers", "nibbles = nibbles[..., list(at.places)]", "pass"),
     (f"{FILES}._numbers", "(stored & 15, stored >> 4)", "(stored >> 4, stored & 15)"),
     (f"{FILES}._numbers", ".narrow(0, skip,", ".narrow(0, 0,"),
-    (f"{FILES}._pairs", "place % 2 == high", "place % 2 != high"),
-    (f"{FILES}._pairs", "narrow(0, skip,", "narrow(0, 0,"),
+    (f"{FILES}._pair", "place % 2 == high", "place % 2 != high"),
+    (f"{FILES}._pair", "even, odd = words", "odd, even = words"),
+    (f"{FILES}._values", "narrow(0, rows.start % per,", "narrow(0, 0,"),
     (f"{FILES}._zeros", "+ self._layout.more", "+ 0"),
     (f"{FILES}._zeros", " & 15", ""),
     (f"{FILES}._scales", "stored[columns, rows].t()", "stored[columns, rows].roll(1, 0).t()"),

@@ -24,7 +24,7 @@ MUTANTS = {
     "another expert's weights": (
         "model.experts:Experts.shards", "self.held.first + i", "self.held.first + (i + 1) % 8",
     ),
-    "ups are gates": ("weights.stacks:of_stack", "i * shape[0]", "(len(parts) - 1 - i) * shape[0]"),
+    "ups are gates": ("weights.stacks:of_stack", "i * apart", "(len(parts) - 1 - i) * apart"),
     "the next expert's rows": (
         "weights.stacks:OfStack.__getitem__", "self.number : self.number + 1",
         "self.number - 1 : self.number or None",

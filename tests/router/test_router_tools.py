@@ -277,6 +277,32 @@ def test_harmony_is_told_apart_and_its_calls_are_constrained(serve: Serve, tmp_p
     assert response.headers["x-kvlane-unknown-fields"] == "tools.strict"
 
 
+def test_harmony_s_reasoning_is_apart_in_responses_and_messages(
+    serve: Serve, tmp_path: Path
+) -> None:
+    words = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>")
+    source = f"{{# <|channel|> #}}{LOOP}<|start|>assistant"
+    text = Text(make_model(tmp_path, source, words, 2048))
+    begun = f"{THOUGHT}<|start|>assistant"
+    final, call = message("final", "so", ""), message("commentary", '{"city":"x"}', "", "weather")
+    served = answering(serve, text, begun + final)
+    tools = [{"type": "function", **TOOLS[0]["function"]}]
+    about = {"name": "weather", "input_schema": TOOLS[0]["function"]["parameters"]}
+    for said, kinds, parts in (
+        (final, ["reasoning", "message"], ["thinking", "text"]),
+        (call, ["reasoning", "function_call"], ["thinking", "tool_use"]),
+    ):
+        served.double.says(text, begun + said, sizes=(1, 5))  # drafts: several tokens a step
+        made = served.post("responses", input="hi", tools=tools).json()["output"]
+        assert [each["type"] for each in made] == kinds
+        assert made[0]["content"][0]["text"] == "why < so"
+        body = {"messages": HELLO, "max_tokens": 99, "tools": [about]}
+        made = served.post("messages", **body).json()["content"]
+        assert [each["type"] for each in made] == parts
+        assert made[0]["thinking"] == "why < so"
+        assert made[1].get("input", {"city": "x"}) == {"city": "x"}
+
+
 @pytest.mark.parametrize("whose", ["mistral", "seed_oss"])
 def test_reasoning_of_other_marks_is_told_apart(whose: str, serve: Serve, tmp_path: Path) -> None:
     marks = THINKS[whose]

@@ -21,6 +21,7 @@ from router.text.forms.form import Form
 from router.text.forms.known import HARMONY
 from router.text.forms.parser import FormParser
 from router.text.forms.schema import kind_of
+from router.text.harmony import Harmony
 from router.text.parsers import Plain
 from router.text.probe import NAMES as PROBED
 from router.text.probe import Probe
@@ -60,6 +61,7 @@ TEMPLATES: Mapping[str, Sequence[str]] = {
     "Gemma 3 (text)": ("gemma3",),
     "GLM-4-0414": (f"{OWN}glm",),
     "GLM-4-chat-hf": (f"{OWN}glm",),
+    "gpt-oss": ("openai-gpt-oss-120b",),
     "Granite 3": ("ibm-granite-granite-3.3-2B-Instruct", f"{OWN}granite"),
     "Llama 2 and 3": LLAMA,
     "MiMo-7B": ("MiMo-VL",),
@@ -150,7 +152,10 @@ def _is_read(form: Form, probe: Probe) -> bool:
         for name, given in called
     }
     seeds = (None, *range(6))
-    found = [taken(FormParser(form, schemas), probe.text, seed) for seed in seeds]
+    found = [
+        taken(Harmony() if form is HARMONY else FormParser(form, schemas), probe.text, seed)
+        for seed in seeds
+    ]
     return all(calls_of(parsed) == called for parsed in found)
 
 
@@ -211,8 +216,8 @@ def _takes_fp8(names: Sequence[str]) -> bool:
     known = [config for config, _ in published().values()]
     known += [json.loads(path.read_text()) for path in sorted(MODELS.glob("*.json"))]
     like = {*names, *(LIKE[name] for name in names if name in LIKE)}
-    plain = (x for x in known if x["architectures"][0] in like and "quantization_config" not in x)
-    config = next(plain) | {"quantization_config": FP8}
+    fit = (x for x in known if x["architectures"][0] in like)
+    config = min(fit, key=lambda x: "quantization_config" in x) | {"quantization_config": FP8}
     if config["architectures"][0] not in names:
         config["architectures"] = names[:1]
     with tempfile.TemporaryDirectory() as place:

@@ -21,7 +21,7 @@ from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.errors import Unsupported
 from worker.ops import scaled_triton
 from worker.ops.experts import product_triton, route_triton
-from worker.ops.experts.product import expert_products_ref
+from worker.ops.experts.product import PLAIN_FINISH, Finish, expert_products_ref
 from worker.ops.experts.product_triton import choose, expert_products_triton
 from worker.ops.experts.route import new_load, refuse_others, route_ref
 from worker.ops.experts.route_triton import route_triton as route
@@ -65,7 +65,6 @@ def test_a_nan_wins_after_all_numbers_and_ties_go_to_the_lower_index() -> None:
 
 OTHERS = {
     "scoring": "tanh", "is_biased": True, "num_groups": 4, "factor": 2.5, "activation": "gelu",
-    "limit": 7.0,
 }  # fmt: skip
 
 
@@ -81,7 +80,8 @@ def test_experts_that_a_device_would_not_compute_are_refused_by_field_and_value(
                 refuse_others(plain._replace(**{field: value}), device)
     # No other field changes what is computed unless num_groups does.
     later = ExpertShape._fields[ExpertShape._fields.index("scoring") :]
-    assert {*OTHERS, "top_groups"} == {*later}
+    anywhere = "limit", "gain", "plus", "has_biases"
+    assert {*OTHERS, *anywhere, "top_groups"} == {*later}
 
 
 def test_a_bias_counts_in_the_choice_and_a_factor_in_the_weights() -> None:
@@ -134,7 +134,7 @@ if not INTERPRETED:
             assert not re.search(r"\b(st|ld)\.local\b", text)  # nothing spills
         eight, scales = zip(*(in_eight_bits(each) for each in (up, down)), strict=True)
         with compiling(product_triton) as ptx, compiling(scaled_triton, "_eight_bits_kernel"):
-            expert_products_triton(x, routes, *eight, held, scales=scales)
+            expert_products_triton(x, routes, eight[0], eight[1], held, scales=scales)
         text = ptx["_grouped_kernel"]
         assert re.search(rf"wgmma\S+m64n{columns}k32\.f32\.e4m3\.e4m3", text)
         assert not re.search(r"\b(st|ld)\.local\b", text)
@@ -155,7 +155,7 @@ else:
         ):
             yield
 
-    Case = tuple[int, tuple[int, int, tuple[int, int]], tuple[int, int], torch.dtype, bool]
+    Case = tuple[int, tuple[int, int, tuple[int, int]], tuple[int, int], torch.dtype, bool, bool]
 
     def check(
         case: Case, routes: Any = route_triton, products: Any = product_triton, alike: float = 1
@@ -164,9 +164,14 @@ else:
 
         alike: how far tokens differ from the first; little: all have its experts.
         """
-        num_tokens, (num_experts, top_k, first_and_count), (size, width), dtype, renormalizes = case
-        held = Held(*first_and_count)
-        shape = ExpertShape(num_experts, top_k, width, renormalizes)
+        num_tokens, (num_experts, top_k, first_and_count), sizes, dtype, renormalizes, biased = case
+        (size, width), held = sizes, Held(*first_and_count)
+        shape = ExpertShape(num_experts, top_k, width, renormalizes, has_biases=biased)
+        bias, finish = (), PLAIN_FINISH
+        if biased:
+            bias = (8 * noise(num_experts),)
+            biases = (noise(held.count, n, dtype=dtype, seed=3) for n in (2 * width, size))
+            finish = Finish(*biases, gain=1.702, plus=1.0, limit=1.0)
         x, gate = 8 * noise(num_tokens, size, dtype=dtype), noise(num_experts, size, dtype=dtype)
         x = x[:1] + alike * (x - x[:1])
         slots = torch.arange(num_tokens) + SINK
@@ -176,9 +181,9 @@ else:
         padded = torch.where((slots < SINK)[:, None], float("nan"), x.float()).to(dtype)
         loads = [new_load(held, CPU) for _ in range(2)]
         for _ in range(2):
-            wanted = route_ref(x, gate, slots, SINK, shape, held, loads[0])
+            wanted = route_ref(x, gate, slots, SINK, shape, held, loads[0], *bias)
             with poisoned():
-                got = routes.route_triton(padded, gate, slots, SINK, shape, held, loads[1])
+                got = routes.route_triton(padded, gate, slots, SINK, shape, held, loads[1], *bias)
         assert torch.equal(*loads)
         assert loads[0][1, -1] == 2
         assert torch.equal(got.ids, wanted.ids)
@@ -188,16 +193,17 @@ else:
         last = int(got.starts[-1])
         assert torch.equal(got.order[:last], wanted.order[:last])
         with poisoned():
-            sums = products.expert_products_triton(padded, got, up, down, held)
-        exact = expert_products_ref(x, wanted, up, down, held)
+            sums = products.expert_products_triton(padded, got, up, down, held, finish=finish)
+        exact = expert_products_ref(x, wanted, up, down, held, finish=finish)
         assert (sums - exact).abs().max() <= BOUNDS[dtype] * exact.abs().max().clamp_min(1e-3)
         assert not sums[~live].any()
         if 2 * width % 16 or size % 16:
             return
         eight, scales = zip(*(in_eight_bits(each) for each in (up, down)), strict=True)
         with poisoned():
-            sums = products.expert_products_triton(padded, got, *eight, held, scales=scales)
-        exact = expert_products_ref(x, wanted, *eight, held, scales=scales)
+            how: Any = {"scales": scales, "finish": finish}
+            sums = products.expert_products_triton(padded, got, eight[0], eight[1], held, **how)
+        exact = expert_products_ref(x, wanted, eight[0], eight[1], held, **how)
         assert (sums - exact).abs().max() <= 0.03 * exact.abs().max().clamp_min(1e-3)
         assert not sums[~live].any()
 
@@ -207,9 +213,12 @@ else:
         sizes=((64, 32), (72, 48), (300, 32)),
         dtype=tuple(BOUNDS),
         renormalizes=(True, False),
+        biased=(True, False),
     )
-    def test_they_are_their_definitions(num_tokens, experts, sizes, dtype, renormalizes) -> None:
-        check((num_tokens, experts, sizes, dtype, renormalizes))
+    def test_they_are_their_definitions(
+        num_tokens, experts, sizes, dtype, renormalizes, biased
+    ) -> None:
+        check((num_tokens, experts, sizes, dtype, renormalizes, biased))
 
     MUTANTS: dict[str, tuple[Any, str, str]] = {
         "padding is counted": (route_triton, "live &= tl", "real &= tl"),
@@ -242,8 +251,17 @@ else:
         "an expert's second tile is its first": (
             product_triton, "begins + (item - behind + items) * BLOCK_T", "begins",
         ),
+        "gates are not clamped": (
+            product_triton, "gate = tl.where(gate > LIMIT, LIMIT, gate)", "gate = gate",
+        ),
+        "nothing is added to ups": (product_triton, "(up + PLUS) *", "up *"),
+        "a bias is another expert's": (
+            product_triton, "tl.load(bias + numbers)", "tl.load(bias + lines)",
+        ),
+        "the router has no bias": (route_triton, "if bias is not None:", "if False:"),
     }  # fmt: skip
 
+    ONE_HAS_ALL: Case = (40, (16, 1, (0, 16)), (64, 32), torch.float32, False, False)
     FEW = (
         "padding is counted",
         "gate and up are exchanged",
@@ -267,14 +285,14 @@ else:
         sys.modules[file.stem] = made
         spec.loader.exec_module(made)
         changed: dict[str, Any] = {"routes" if module is route_triton else "products": made}
-        case = (40, (6, 3, (2, 3)), (300, 32), torch.float32, True)  # of a part of K, too
+        case = (40, (6, 3, (2, 3)), (300, 32), torch.float32, True, True)  # of a part of K, too
 
         def check_all() -> None:
             check(case, **changed)
-            check((40, (16, 1, (0, 16)), (64, 32), torch.float32, False), **changed, alike=0.01)
+            check(ONE_HAS_ALL, **changed, alike=0.01)
 
         with pytest.raises((AssertionError, IndexError, ValueError)):
             check_all()
 
     def test_an_expert_may_have_all_tokens() -> None:
-        check((40, (16, 1, (0, 16)), (64, 32), torch.float32, False), alike=0.01)
+        check(ONE_HAS_ALL, alike=0.01)

@@ -36,7 +36,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("DbrxForCausalLM", {}, "experts of another form.*Qwen/Qwen3-30B-A3B"),
     ("Llama4ForConditionalGeneration", {}, "experts of another form.*Qwen/Qwen3-30B-A3B"),
     ("Qwen2MoeForCausalLM", {}, "experts of another form.*Qwen/Qwen3-30B-A3B"),
-    ("GptOssForCausalLM", {}, f"MXFP4, attention sinks.*{DENSE}"),
     ("DeepseekV3ForCausalLM", {"quantization_config": FP8}, "MLA.*distilled DeepSeek-R1"),
     ("KimiK2ForCausalLM", {}, f"MLA.*{DENSE}"),
     ("MambaForCausalLM", {}, "recurrent layers.*take Qwen/Qwen3.5-9B"),

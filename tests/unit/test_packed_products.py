@@ -13,7 +13,7 @@ from tests.support.products import noise
 from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.ops import packed_triton
 from worker.ops.experts import product_triton
-from worker.ops.experts.product import expert_products_ref
+from worker.ops.experts.product import Finish, expert_products_ref
 from worker.ops.experts.route import new_load, route_ref
 from worker.ops.packed import as_lines, as_packed, bytes_of, packed_product_ref, worth
 from worker.ops.packed_triton import choose_packed, packed_gemm, steps_of
@@ -101,7 +101,8 @@ if not INTERPRETED:
     def test_experts_compile_for_hopper_without_one(name: str) -> None:
         x, routes, up, down = experts(name, 16, BF16)
         with compiling(product_triton) as ptx:
-            products(x, routes, up, down, by=product_triton.expert_products_triton)
+            finish = as_gpt_oss(BF16)
+            products(x, routes, up, down, by=product_triton.expert_products_triton, finish=finish)
         text = ptx["_grouped_kernel"]
         assert re.search(r"wgmma\S+m64n16k16\.f32\.bf16\.bf16", text)
         assert not re.search(r"\b(st|ld)\.local\b", text)
@@ -114,8 +115,16 @@ def experts(name: str, n: int, dtype: torch.dtype) -> tuple[Any, ...]:
     return x, routes, packed(name, 4, 256, 256), packed(name, 4, 256, 128, seed=2)
 
 
-def products(x: Tensor, routes: Any, up: Any, down: Any, by: Any = expert_products_ref) -> Tensor:
-    return by(x, routes, up[0], down[0], Held(0, 4), None, packed=(up[1:], down[1:]))
+def products(
+    x: Tensor, routes: Any, up: Any, down: Any, by: Any = expert_products_ref, **more: Any
+) -> Tensor:
+    return by(x, routes, up[0], down[0], Held(0, 4), None, packed=(up[1:], down[1:]), **more)
+
+
+def as_gpt_oss(dtype: torch.dtype) -> Finish:
+    """Biases and a clamp, of the experts that are here."""
+    biases = (noise(4, 256, dtype=dtype, seed=seed) for seed in (5, 6))
+    return Finish(*biases, gain=1.702, plus=1.0, limit=1.0)
 
 
 if INTERPRETED:
@@ -163,11 +172,11 @@ if INTERPRETED:
             others[row] = x[row]
             assert torch.equal(tiled(others, held, 64)[row], alone[row])
 
-    @pytest.mark.parametrize(
-        "name", ["awq", *in_whole(*((name,) for name in NUMBERS if name != "awq"))]
-    )
+    @pytest.mark.parametrize("name", ["awq", "mxfp4", *in_whole(("int4",), ("rows",), ("nvfp4",))])
     @pytest.mark.filterwarnings("ignore:overflow")  # numpy's, of exp
     def test_experts_equal_the_definition(name: str) -> None:
-        x, routes, up, down = experts(name, 5, F16 if name != "mxfp4" else BF16)
-        found = products(x, routes, up, down, by=product_triton.expert_products_triton)
-        assert near(found, products(x, routes, up, down), 2**-5)
+        dtype = F16 if name != "mxfp4" else BF16
+        x, routes, up, down = experts(name, 5, dtype)
+        for more in ({}, {"finish": as_gpt_oss(dtype)}):
+            found = products(x, routes, up, down, product_triton.expert_products_triton, **more)
+            assert near(found, products(x, routes, up, down, **more), 2**-5)

@@ -1,6 +1,7 @@
 """Configurations of drafters as they are published: what is read, and what a refusal says to do."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.support.chain_checkpoints import TARGET, write_chain
+from tests.support.family_table import MODELS
 from worker.config.checkpoint.experts import ExpertShape
 from worker.config.checkpoint.shape import read_model_shape
 from worker.drafts.drafter_config import READERS, read_chain_shape
@@ -163,6 +165,26 @@ def test_a_drafter_of_another_form_is_refused_with_what_the_target_has(tmp_path:
             READERS["chain"](tmp_path, target)
         with pytest.raises(Unsupported, match=f"{part}.*ngram, which needs no weights$"):
             READERS["chain"](tmp_path, TARGET)
+
+
+def test_gpt_oss_s_are_read_as_others_for_their_targets(tmp_path: Path) -> None:
+    """SpecForge's configs/gpt-oss-120B-eagle3.json."""
+    target = shape_file("gpt-oss-120b", tmp_path / "target")
+    drafter = shape_file("gpt-oss-120b-eagle3", tmp_path / "drafter")
+    shape = READERS["chain"](drafter, read_model_shape(target))
+    assert isinstance(shape, ChainShape)
+    assert (shape.taps, shape.num_heads, shape.head_dim) == ((1, 17, 33), 64, 64)
+    assert (shape.features.sinks, shape.experts, shape.rope_scaling) == (False, None, None)
+    (drafter / "config.json").write_text(json.dumps({"architectures": ["GptOssForCausalLMEagle3"]}))
+    with pytest.raises(Unsupported, match=r"gpt-oss's own layers.*ngram, which needs no weights"):
+        READERS["chain"](drafter, read_model_shape(target))
+
+
+def shape_file(name: str, path: Path) -> Path:
+    """A directory with the configuration of that name in benchmarks/models."""
+    path.mkdir()
+    shutil.copy(MODELS / f"{name}.json", path / "config.json")
+    return path
 
 
 # Fields that published drafters carry, by who writes them.

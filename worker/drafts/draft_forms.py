@@ -235,6 +235,7 @@ MISSING: Mapping[str, str] = {
     "domino|gru": "a GRU behind the block (Domino)",
     "dspark|markov": "a Markov head (DSpark)",
     "glm4moe|qwen3moe|moe_": "experts outside the target's own files",
+    "gptoss": "gpt-oss's own layers outside the target's files",
     "mask_hidden": "a hidden state that stands for what is not known (P-EAGLE)",
     "peagle": "drafting in parallel, from a hidden state for what is not known (P-EAGLE)",
     "projector_type": "a projector of its own (Domino, DSpark, DFlash 2)",

@@ -92,7 +92,8 @@ def norm_of(
 ) -> RMSNorm:
     """A norm of a layer, or the last one; see RMSNorm."""
     kind = LayerNorm if features.layer_norm else RMSNorm
-    options = NormOptions(features.centred, reduces, features.layer_norm == "biased")
+    is_biased = features.layer_norm == "biased"
+    options = NormOptions(features.centred, reduces, is_biased, features.f32_norms)
     return kind(size, eps, placement, options)
 
 

@@ -10,9 +10,10 @@ from worker.config.checkpoint.shape import LayerShape
 from worker.forward.context import current
 from worker.model.layers import ReplicatedLinear, selected
 from worker.model.placement import Placement
+from worker.ops.experts.product import Finish
 from worker.ops.experts.route import new_load, refuse_others, route
 from worker.weights.base import Parts
-from worker.weights.shard import Key, Part, Shard, all_of, whole
+from worker.weights.shard import Key, Part, Shard, all_of, stacked, whole
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in a tensor's name
 
@@ -41,6 +42,10 @@ class Experts(nn.Module):
         assert names is not None
         self._names, part = names, Part(self.shape.width, columns)
         self.gate = placement.empty(self.shape.num_experts, size)
+        self.up_bias = self.down_bias = None
+        if self.shape.has_biases:
+            self.up_bias = placement.empty(self.held.count, 2 * len(part))
+            self.down_bias = placement.empty(self.held.count, size)
         modules = [
             f"experts.{i}.{name}"
             for i in range(self.held.first, self.held.first + self.held.count)
@@ -56,6 +61,11 @@ class Experts(nn.Module):
         if names.bias:
             self.bias = placement.empty(self.shape.num_experts, dtype=torch.float32)
         self.load = new_load(self.held, placement.device)
+        sums_here = len(part) == part.size or group.rank == 0  # else it would count once a rank
+        self.gate_up.finish = Finish(
+            self.up_bias, self.down_bias if sums_here else None,
+            self.shape.gain, self.shape.plus, self.shape.limit,
+        )  # fmt: skip
         self.shared = shared
         self.shared_gate = None
         if shared is not None and names.shared_gate:
@@ -82,12 +92,16 @@ class Experts(nn.Module):
         return self.gate_up.experts(self.down, hidden, routes, out)
 
     def shards(self, prefix: str) -> dict[Key, Shard]:
-        shards = {Key(f"{prefix}.gate.weight"): whole(self.gate)}
+        shards = {Key(f"{prefix}.{self._names.router}.weight"): whole(self.gate)}
         if self.bias is not None:
             shards[Key(f"{prefix}.{self._names.bias}")] = whole(self.bias)
         for i in range(self.held.count):
             expert = f"{prefix}.experts.{self.held.first + i}"
             shards |= self.gate_up.shards(expert, i) | self.down.shards(expert, i)
+            if self.up_bias is not None and self.down_bias is not None:
+                rows = self.gate_up.parts.named(expert, ".bias")
+                shards |= stacked(self.up_bias[i], rows)
+                shards[Key(f"{expert}.{self._names.down}.bias")] = whole(self.down_bias[i])
         if self.shared is not None:
             shards |= self.shared.shards(f"{prefix}.{self._names.shared}")  # pyright: ignore
         if self.shared_gate is not None:

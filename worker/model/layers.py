@@ -102,6 +102,7 @@ class NormOptions(NamedTuple):
     centred: bool = False  # the checkpoint has the weight minus 1
     reduces: bool = True  # parts are to be summed over the ranks; False: they are whole
     bias: bool = False
+    is_f32: bool = False  # the weight is, and so is what it is multiplied by
 
 
 USUAL = NormOptions()
@@ -116,7 +117,8 @@ class RMSNorm(nn.Module):
         """A centred norm's weight is f32 here, and rounded once."""
         super().__init__()
         self.eps, self._plus = eps, float(options.centred)
-        self.weight = placement.empty(size, dtype=torch.float32 if options.centred else None)
+        is_f32 = options.centred or options.is_f32
+        self.weight = placement.empty(size, dtype=torch.float32 if is_f32 else None)
         self.tap: Tensor | None = None  # [max_tokens, size], where sums are kept; see Decoder.tap
         self._collective = placement.collective
         self._reduces = options.reduces and placement.collective.size > 1

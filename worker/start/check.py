@@ -8,13 +8,14 @@ from typing import NamedTuple
 from worker.config import EngineConfig, ModelConfig, SpecConfig, TransportConfig, check_length
 from worker.config.backends import BACKENDS
 from worker.config.checkpoint.experts import Division, rank_experts
+from worker.config.checkpoint.quantization import FORMATS
 from worker.config.checkpoint.refusals import check_path
 from worker.config.checkpoint.shape import LayerShape, ModelShape, read_model_shape
 from worker.drafts.drafter_config import READERS, check_block
 from worker.errors import UserError
 from worker.model.kinds import Cut, kinds_of, regions_of
 from worker.transfer.base import KINDS
-from worker.weights.files import check_weights, count_weights
+from worker.weights.files import check_weights, count_weights, stored_bytes
 from worker.weights.shard import Part, coarse, split_even
 
 Names = dict[str, tuple[str, Collection[str]]]  # path of a field -> its value, possible values
@@ -54,22 +55,35 @@ ON_GPUS = "on GPUs from compute capability {}.{} on".format(*WITH_EIGHT_BITS)
 
 
 class Sizes(NamedTuple):
-    """Bytes of a model in 16 bits, and with all in eight that may be."""
+    """Bytes of a model as it is served, and with all in eight bits that may be."""
 
-    weights: int
+    weights: int  # in 16 bits, or in the four that its files have
     kv_token: int
-    fp8_weights: int
+    fp8_weights: int  # as weights where these are in four bits
     fp8_kv_token: int  # as kv_token where KV may not
+    form: str = "16 bits"  # of most weights
+
+    @property
+    def told(self) -> str:
+        """What weights take, for people."""
+        text = f"weights {self.weights / 1e9:.3g} GB in {self.form}"
+        if self.fp8_weights == self.weights:
+            return text
+        return f"{text}, {self.fp8_weights / 1e9:.3g} as an FP8 checkpoint"
 
 
 def sizes_of(directory: Path, page_size: int = 64) -> Sizes:
     """Of the model whose weights lie there. Raises UserError as read_model_shape, weight_files."""
     matrices, others = count_weights(directory)
     whole, eight = kv_token_bytes(directory, page_size, "bfloat16", EIGHT_BITS)
+    shape = read_model_shape(directory)
     try:
-        check_kv(EIGHT_BITS, "bfloat16", read_model_shape(directory))
+        check_kv(EIGHT_BITS, "bfloat16", shape)
     except UserError:
         eight = whole
+    if (held := shape.quantization) is not None and FORMATS[held.format].is_packed:
+        stored = stored_bytes(directory)
+        return Sizes(stored, whole, stored, eight, f"four bits ({held.format})")
     return Sizes(2 * (matrices + others), whole, matrices + 2 * others, eight)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from worker.config.checkpoint.experts import Held
 from worker.config.checkpoint.quantization import Quantization
 from worker.errors import UserError
+from worker.ops.experts.product import PLAIN_FINISH, Finish
 from worker.ops.experts.route import Routes
 from worker.weights.shard import VALUES, Key, Part, Shard, coarse, stacked
 
@@ -89,6 +90,7 @@ class Matrix(nn.Module):
     """
 
     values: nn.Parameter
+    finish: Finish = PLAIN_FINISH  # of a stack of gates and ups: what `experts` makes of products
     add_norm: AddNorm | None = None  # whose rows its products take; None: they take tensors alone
 
     def __init__(self, kept: "Format", parts: Parts, empty: Empty) -> None:

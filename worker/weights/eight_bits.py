@@ -80,7 +80,8 @@ class EightBitMatrix(Matrix):
         assert isinstance(down, EightBitMatrix)
         assert self.parts.held is not None
         scales = self.scales, down.scales
-        return expert_products(x, routes, self.values, down.values, self.parts.held, out, scales)
+        operands = x, routes, self.values, down.values, self.parts.held, out, scales
+        return expert_products(*operands, finish=self.finish)
 
 
 class EightBitFiles(ScaledFiles):

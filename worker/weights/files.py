@@ -22,7 +22,7 @@ from worker.config.gguf.file import read_header
 from worker.config.gguf.tensors import tensors_of
 from worker.errors import Unsupported, UserError
 from worker.weights.layouts import LAYOUTS
-from worker.weights.stacks import is_stack
+from worker.weights.stacks import is_stack, member_end
 
 INDEX_NAME, WHOLE = "model.safetensors.index.json", "model.safetensors"
 PART = re.compile(r"(?P<stem>.+)-\d+-of-(?P<count>\d+)\.safetensors")  # of several files
@@ -133,7 +133,7 @@ def check_weights(path: Path, declared: Quantization | None = None) -> None:
     known = () if layout is None else (layout.values.end, *layout.ends)
     for name, dtype in sorted(dtypes.items()):
         stem, _, end = name.rpartition(".")
-        if end in known:
+        if member_end(name) in known:
             continue
         whose = FOREIGN.get(end, "")
         if end == "weight" and dtype not in (*PLAIN, *SCALED):
@@ -178,7 +178,7 @@ def count_weights(path: Path) -> tuple[int, int]:
     matrices = others = 0
     for file in weight_files(path):
         for name, (shape, dtype) in _tensors(file).items():
-            end = name.rpartition(".")[2]
+            end = member_end(name)
             if end in PACKED and dtype in ("I32", "U8"):
                 matrices += math.prod(shape) * (8 if dtype == "I32" else 2)
                 continue
@@ -191,6 +191,13 @@ def count_weights(path: Path) -> tuple[int, int]:
             elif not name.endswith(("_scale", "_scale_inv")):
                 others += math.prod(shape)
     return matrices, others
+
+
+def stored_bytes(path: Path) -> int:
+    """Of all tensors of the model in directory `path`; raises as `weight_files`."""
+    sizes = {"U8": 1, "I8": 1, "F8_E4M3": 1, "I32": 4, "F32": 4, "I64": 8}
+    held = (tensor for file in weight_files(path) for tensor in _tensors(file).values())
+    return sum(math.prod(shape) * sizes.get(dtype, 2) for shape, dtype in held)
 
 
 def _tensors(file: Path) -> dict[str, tuple[Sequence[int], str]]:

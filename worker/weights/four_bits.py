@@ -60,7 +60,8 @@ class FourBitMatrix(Matrix):
         assert self.parts.held is not None
         packed = self.operands[1:], down.operands[1:]
         held = self.parts.held
-        return expert_products(x, routes, self.values, down.values, held, out, packed=packed)
+        operands = x, routes, self.values, down.values, held, out
+        return expert_products(*operands, packed=packed, finish=self.finish)
 
 
 class FourBits(Format):

@@ -21,7 +21,7 @@ from worker.weights.formats import Readings
 from worker.weights.plain import PLAIN
 from worker.weights.scaled_files import KV_SCALES
 from worker.weights.shard import VALUES, Key, Shard
-from worker.weights.stacks import is_stack, of_stack
+from worker.weights.stacks import of_stack
 
 log = logging.getLogger("kvlane.weights")
 
@@ -102,7 +102,8 @@ def _tensors(
     try:
         with _opened(file, shape, shards) as reader:
             for name in reader.keys():  # noqa: SIM118 - not a mapping
-                for matrix, slices in _matrices(file, name, reader.get_slice(name)).items():
+                of_file = _matrices(file, shape, name, reader.get_slice(name))
+                for matrix, slices in of_file.items():
                     if (tensor := readings.tensor_of(matrix)) not in keys:
                         yield Key(matrix), None
                         continue
@@ -114,10 +115,11 @@ def _tensors(
         raise UserError(f"{file}: {problem}") from e
 
 
-def _matrices(file: Path, name: str, stored: Any) -> Mapping[str, Any]:
+def _matrices(file: Path, shape: LayerShape, name: str, stored: Any) -> Mapping[str, Any]:
     """What slices each of the tensors that the file's tensor holds, by name; mostly itself."""
+    names = shape.features.experts
     try:
-        return of_stack(name, stored) if is_stack(name) else {name: stored}
+        return of_stack(name, stored, paired=names is not None and names.paired)
     except UserError as e:
         raise UserError(f"{file}: {e}") from None
 

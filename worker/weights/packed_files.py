@@ -1,6 +1,6 @@
 """Matrices that files hold in four bits: by their worth, and as products take them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +17,11 @@ from worker.weights.files import tensor_names
 from worker.weights.layouts import LAYOUTS, Layout, Packed
 from worker.weights.scaled_files import SCALES
 from worker.weights.shard import VALUES
+from worker.weights.stacks import of_stack, stack_of
 
 ZEROS, FACTORS = "zeros", "factors"  # roles
 LOW = 0x0F0F0F0F  # the low numbers of four bytes
+CHUNK = 1 << 22  # bytes of a matrix that are at once in memory twice
 
 
 class PackedFiles(Reading):
@@ -30,15 +32,20 @@ class PackedFiles(Reading):
         self._files, self._declared = files, declared
         self._layout = None if declared is None else LAYOUTS.get(declared.format)
         self._readers: dict[Path, Any] = {}
+        self._stacks: dict[str, Mapping[str, Any]] = {}  # by their names
 
     @cached_property
     def _where(self) -> dict[str, Path]:
         return {x: file for file in self._files for x in tensor_names(file.parent, [file])}
 
     def _slice(self, name: str) -> Any | None:
-        """safetensors' slice of a tensor, whatever file it is in; None: there is none."""
+        """What slices a tensor, whatever file or stack it is in; None: there is none."""
         if (file := self._where.get(name)) is None:
-            return None
+            if (stack := stack_of(name)) not in self._where:
+                return None
+            if stack not in self._stacks:
+                self._stacks[stack] = of_stack(stack, self._slice(stack))
+            return self._stacks[stack].get(name)
         if file not in self._readers:
             self._readers[file] = safe_open(file, framework="pt", device="cpu")
         return self._readers[file].get_slice(name)
@@ -66,7 +73,7 @@ class PackedFiles(Reading):
         if self._layout is None:
             return False
         if name.endswith(".bias"):  # older files of GPTQ have one everywhere
-            return not self._slice(name)[:].any()  # pyright: ignore[reportOptionalSubscript]
+            return not self._slice(name)[:,].any()  # pyright: ignore[reportOptionalSubscript]
         return self._stem(name, *self._layout.ends) is not None
 
     def owner_of(self, name: str) -> str:
@@ -156,8 +163,14 @@ class PackedMatrix:
     def __getitem__(self, index: tuple[slice, slice]) -> Tensor:
         """[rows, columns] f32."""
         rows, columns = index
-        held = {role: sliced[rows, :] for role, sliced in self.roles.items()}
-        return worth(**held)[:, : self._shape[1]][:, columns]
+        start, stop, _ = rows.indices(self._shape[0])
+        step = max(1, CHUNK // (8 * self._shape[1]))
+        parts = list[Tensor]()
+        for begin in range(start, stop, step):
+            some = slice(begin, min(begin + step, stop))
+            held = {role: sliced[some, :] for role, sliced in self.roles.items()}
+            parts.append(worth(**held)[:, : self._shape[1]][:, columns])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _bytes(self, at: Packed, rows: slice, columns: slice) -> tuple[Tensor, int]:
         """(u8 [.., .. · bytes of one], numbers before the first) that hold all of a part."""
@@ -166,7 +179,7 @@ class PackedMatrix:
         wanted[axis] = slice(start // self._per, -(-stop // self._per))
         stored, skip = self._held[at.end], start % self._per
         part = stored[wanted[1], wanted[0]].t() if at.turned else stored[wanted[0], wanted[1]]
-        return part.flatten().view(torch.uint8).view(len(part), -1), skip
+        return part.flatten().contiguous().view(torch.uint8).view(len(part), -1), skip
 
     def _numbers(self, at: Packed, rows: slice, columns: slice) -> Tensor:
         """u8 [rows, columns], a number a byte, of 32 bits that hold eight rows' neighbours."""
@@ -177,29 +190,38 @@ class PackedMatrix:
 
     def _values(self, rows: slice, columns: slice) -> Tensor:
         """Bytes [rows, columns] of lines."""
+        at, per = self._layout.values, self._per
         wanted = slice(2 * columns.start, min(2 * columns.stop, self._shape[1]))
-        return as_lines(self._pairs(rows, wanted))
-
-    def _pairs(self, rows: slice, columns: slice) -> Tensor:
-        """u8 [rows, columns / 2] of neighbours; the first column is an even one."""
-        at = self._layout.values
-        stored, skip = self._bytes(at, rows, columns)
         if at.along == "columns":
+            stored, skip = self._bytes(at, rows, wanted)
             assert skip == 0, "lines are whole"
-            return stored
-        words = stored.view(torch.int32)  # [rows / 8, columns]
-        if words.shape[1] % 2:
-            words = torch.nn.functional.pad(words, (0, 1))
-        even, odd = words[:, ::2], words[:, 1::2]
-        paired = torch.empty(len(words), 8, even.shape[1], dtype=torch.uint8)
+            return as_lines(stored)
+        start, stop = rows.start // per, -(-rows.stop // per)
+        size = columns.stop - columns.start
+        values = torch.empty((stop - start) * per, size, dtype=torch.uint8)
+        step = max(1, CHUNK // (8 * size))
+        for begin in range(start, stop, step):
+            end = min(begin + step, stop)
+            paired = self._pair(self._held[at.end][wanted, begin:end])
+            values[(begin - start) * per : (end - start) * per] = as_lines(paired)
+        return values.narrow(0, rows.start % per, rows.stop - rows.start)
+
+    def _pair(self, words: Tensor) -> Tensor:
+        """Two columns' numbers in a byte, [8 · n, columns / 2], of words [columns, n]."""
+        if len(words) % 2:
+            words = torch.nn.functional.pad(words, (0, 0, 0, 1))
+        even, odd = words[::2], words[1::2]
+        out = torch.empty(words.shape[1] * self._per, len(even), dtype=torch.uint8)
+        found = out.view(words.shape[1], self._per, -1)
         # Of two columns the low numbers of every byte, at places 0, 2, .., then the high ones.
         for high in (0, 1):
             pair = even >> 4 & LOW | odd & ~LOW if high else even & LOW | (odd & LOW) << 4
-            places = pair.view(torch.uint8).view(*even.shape, 4)
-            for neighbour, place in enumerate(at.places):
+            of_bytes = pair.flatten().contiguous().view(torch.uint8).view(len(pair), -1)
+            of_bytes = of_bytes.t().contiguous().view(words.shape[1], 4, -1)
+            for neighbour, place in enumerate(self._layout.values.places):
                 if place % 2 == high:
-                    paired[:, neighbour] = places[..., place // 2]
-        return paired.flatten(0, 1).narrow(0, skip, rows.stop - rows.start)
+                    found[:, neighbour] = of_bytes[:, place // 2]
+        return out
 
     def _scales(self, rows: slice, columns: slice) -> Tensor:
         stored = self._held[self._layout.scales]

@@ -25,7 +25,8 @@ class PlainMatrix(Matrix):
 
     def experts(self, down: Matrix, x: Tensor, routes: Routes, out: Tensor | None = None) -> Tensor:
         assert self.parts.held is not None
-        return expert_products(x, routes, self.values, down.values, self.parts.held, out)
+        operands = x, routes, self.values, down.values, self.parts.held, out
+        return expert_products(*operands, finish=self.finish)
 
 
 class Plain(Format):

@@ -25,6 +25,7 @@ _ROWS: Mapping[str, tuple[int | float | bool | None, ...]] = {
     "Gemma2": (8, 4, 256, 256_000, 8_192, 1e-6, 1e4, True),
     "Gemma3": (8, 4, 256, 262_208, 131_072, 1e-6, 1e6, True),
     "Glm": (32, 2, 128, 151_552, 131_072, 1.5625e-7, 1e4, False),
+    "GptOss": (64, 8, 64, 201_088, 131_072, 1e-5, 1.5e5, False),
     "Granite": (32, None, None, 32_000, 2_048, 1e-6, 1e4, False),
     "Llama": (32, None, None, 32_000, 2_048, 1e-6, 1e4, False),
     "Mistral": (32, 8, None, 32_000, 131_072, 1e-6, 1e4, False),
@@ -53,6 +54,23 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "Gemma2": _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "Gemma3": _GEMMA,
     "Glm": {"attention_bias": True},
+    "GptOss": {
+        "attention_bias": True,
+        "sliding_window": 128,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "torch_dtype": "bfloat16",  # of its published files, which do not say so
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4_096,
+        },
+    },
     "Mistral": {"sliding_window": 4_096},
     "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "Nemotron": {"norm_eps": 1e-5},
@@ -80,6 +98,7 @@ def with_class_defaults(fields: Fields, architecture: str) -> Fields:
     name = _SAME.get(name, name)
     held: dict[str, Any] = dict(zip(_COLUMNS, _ROWS[name], strict=True))
     held |= _OTHERS.get(name, {})
-    said = {*NUM_EXPERTS} if fields.get(*NUM_EXPERTS) is not None else ()
+    said = {*NUM_EXPERTS} if fields.get(*NUM_EXPERTS) is not None else set[str]()
+    said |= {"rope_parameters"} if fields.get("rope_scaling") is not None else set()
     defaults = {x: value for x, value in held.items() if value is not None and x not in said}
     return fields.with_defaults(defaults)

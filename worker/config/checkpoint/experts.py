@@ -26,8 +26,11 @@ class ExpertShape(NamedTuple):
     num_groups: int = 1  # of experts, as many in each; a token's lie in `top_groups` of them
     top_groups: int = 1
     factor: float = 1.0  # of the weights
-    activation: str = "silu"  # of an expert's hidden layer
-    limit: float = 0.0  # to which gate and up are clamped; 0: they are not
+    activation: str = "silu"  # of an expert's hidden layer: gate · sigmoid(gain · gate)
+    limit: float = 0.0  # to which gate, from above, and up are clamped; 0: they are not
+    gain: float = 1.0
+    plus: float = 0.0  # is added to up before the product of both
+    has_biases: bool = False  # of products; the router's bias is one of logits
 
 
 class Held(NamedTuple):
@@ -80,6 +83,9 @@ def read_experts(fields: Fields, family: Family) -> dict[str, Any]:
     if names.shared:
         shared = width * fields.integer("n_shared_experts", default=0, least=0)
         shared = shared or fields.integer("shared_expert_intermediate_size")
+    limit = fields.number("swiglu_limit", default=0.0)
+    if limit and shared:
+        raise fields.unsupported("swiglu_limit", "of an expert that every token has")
     experts = ExpertShape(
         num_experts,
         top_k,
@@ -87,10 +93,13 @@ def read_experts(fields: Fields, family: Family) -> dict[str, Any]:
         renormalizes=own is None or fields.flag("norm_topk_prob", default=bool(names.shared)),
         shared_width=shared,
         scoring=names.scoring,
-        is_biased=bool(names.bias),
+        is_biased=bool(names.bias) and not names.paired,
         num_groups=fields.integer("n_group", default=1),
         top_groups=fields.integer("topk_group", default=1),
         factor=fields.number("routed_scaling_factor", default=1.0),
-        limit=fields.number("swiglu_limit", default=0.0),
+        limit=limit,
+        gain=fields.number("swiglu_alpha", default=1.0),
+        plus=names.plus,
+        has_biases=names.paired,
     )
     return {"is_sparse": is_sparse, "experts": experts}

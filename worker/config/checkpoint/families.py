@@ -25,6 +25,11 @@ class ExpertNames(NamedTuple):
     shared_gate: str = ""  # whose sigmoid it is multiplied by; "": it is not
     scoring: str = "softmax"  # of the router; see ExpertShape
     bias: str = ""  # a tensor: of the router's choice; "": there is none
+    router: str = "gate"
+    # The router's logits and all products have biases, and in one tensor of all experts rows of
+    # gates and ups take turns; see weights.stacks.
+    paired: bool = False
+    plus: float = 0.0  # is added to up; see ExpertShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,7 @@ class Features:
     gated: bool = True  # the feed-forward is down(act(gate(x)) · up(x)); else down(act(up(x)))
     root_scale: bool = False  # embedded tokens times √hidden_size, rounded to their dtype
     sinks: bool = False  # a logit of each head that takes weight, but has no value: `sinks`
+    f32_norms: bool = False  # norms multiply by their weight in f32
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,7 @@ GEMMA_3 = Family(
     "Gemma 3 (text)", replace(GEMMA, qk_norm=True), BIASES,
     scales="gemma3", windows=6, local_theta="rope_local_base_freq",
 )  # fmt: skip
+OSS = MLP_EXPERTS._replace(router="router", bias="router.bias", paired=True, plus=1.0)
 
 # By `architectures[0]` of config.json.
 FAMILIES: Mapping[str, Family] = {
@@ -154,6 +161,9 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma3ForConditionalGeneration": GEMMA_3.within("language_model.model"),
     "Glm4ForCausalLM": Family("GLM-4-0414", replace(GLM, norms=SANDWICH), QKV, rotary=0.5),
     "GlmForCausalLM": Family("GLM-4-chat-hf", GLM, QKV, rotary=0.5),
+    "GptOssForCausalLM": Family(
+        "gpt-oss", Features(sinks=True, f32_norms=True, experts=OSS), BIASES, windows=2
+    ),
     "GraniteForCausalLM": Family("Granite 3", flags=ALL_BIASES, scales="granite"),
     # `qk_norm` is a field of derived checkpoints.
     "LlamaForCausalLM": Family("Llama 2 and 3", flags=ALL_BIASES | {"qk_norm": "qk_norm"}),

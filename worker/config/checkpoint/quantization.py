@@ -228,6 +228,11 @@ def _read_gptq(held: Fields) -> Quantization:
     return Quantization(name, group, tuple(ignored), has_zeros=has_zeros)
 
 
+def _read_mxfp4(held: Fields) -> Quantization:
+    held.choice("dequantize", (False,))
+    return Quantization("mxfp4", 32, _modules(held, "globs", "modules_to_not_convert"), "globs")
+
+
 def _read_four_bits(held: Fields) -> int:
     """Columns that share a scale, 0: all, of AWQ or GPTQ."""
     if (bits := held.integer("w_bit", "bits")) != 4:
@@ -244,6 +249,7 @@ METHODS: Mapping[str, Callable[[Fields], Quantization | None]] = {
     "modelopt": _read_modelopt,
     "awq": _read_awq,
     "gptq": _read_gptq,
+    "mxfp4": _read_mxfp4,
 }
 
 

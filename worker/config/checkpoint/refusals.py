@@ -14,14 +14,13 @@ MISTRAL, OLMO, PHI, GEMMA = (
     *("microsoft/phi-4", "google/gemma-3-1b-it"),
 )
 READ = (
-    "kvlane reads bf16, f16, f32 and FP8 safetensors, four bits of AWQ, GPTQ, compressed-tensors "
-    "and NVFP4, and some GGUF files"
+    "kvlane reads bf16, f16, f32 and FP8 safetensors, four bits of AWQ, GPTQ, compressed-tensors, "
+    "NVFP4 and gpt-oss, and some GGUF files"
 )
 DENSE = f"take a dense model, as {QWEN} or {LLAMA}"
 
 # Of `architectures`: pattern -> (what such models need, what to do instead). The first counts.
 NEEDED: dict[str, tuple[str, str]] = {
-    "GptOss": ("experts in MXFP4, attention sinks and sliding windows", DENSE),
     "Mamba|Jamba|Zamba|Bamba|Rwkv|FalconH1|NemotronH|MoeHybrid|RecurrentGemma|Lfm2|xLSTM|Linear": (
         "recurrent layers that are no gated delta nets",
         f"take {HYBRID}, which has those, or {QWEN}",

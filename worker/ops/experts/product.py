@@ -1,6 +1,6 @@
 """The products of experts with their tokens, and a token's sum of them."""
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,10 +10,42 @@ from worker.ops.experts.route import Routes
 from worker.ops.norms import swiglu
 from worker.ops.op import op
 from worker.ops.packed import worth
-from worker.ops.scaled import eight_bits_ref, scaled_gated_product_ref, scaled_product_ref
+from worker.ops.scaled import eight_bits_ref, scaled_product_ref
 
 # (scales, zeros, factors) of a stack of gates and ups, and of one of downs.
 PackedPair: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...]]
+
+
+class Finish(NamedTuple):
+    """What is made of an expert's products: see ExpertShape for the numbers."""
+
+    up_bias: Tensor | None = None  # [count, 2 · width], gates before ups; of any float, as the next
+    down_bias: Tensor | None = None  # [count, hidden_size]
+    gain: float = 1.0
+    plus: float = 0.0
+    limit: float = 0.0
+
+
+PLAIN_FINISH = Finish()  # silu(gate) · up
+
+
+def gated_ref(products: Tensor, finish: Finish) -> Tensor:
+    """(up + plus) · gate · sigmoid(gain · gate), both clamped; [.., width] of products' dtype.
+
+    products: [.., 2 · width], gates before ups, biases added. In f32, and rounded once; with
+    nothing to add or clamp it is swiglu.
+    """
+    if finish[2:] == PLAIN_FINISH[2:]:
+        return swiglu(products)
+    gate, up = products.float().chunk(2, -1)
+    if finish.limit:
+        gate, up = gate.clamp(max=finish.limit), up.clamp(-finish.limit, finish.limit)
+    return ((up + finish.plus) * gate * torch.sigmoid(finish.gain * gate)).to(products.dtype)
+
+
+def _plus(products: Tensor, bias: Tensor | None) -> Tensor:
+    """products: [count, n, size]; bias: [count, size]."""
+    return products if bias is None else products + bias[:, None]
 
 
 def expert_products_ref(
@@ -25,8 +57,11 @@ def expert_products_ref(
     out: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
     packed: PackedPair | None = None,
+    finish: Finish = PLAIN_FINISH,
 ) -> Tensor:
     """The sum over this rank's experts of weight · down(silu(gate(x)) · up(x)): [n, hidden_size].
+
+    Biases are added in f32, before a product is rounded; see `gated_ref` for the rest of `finish`.
 
     x: [n, hidden_size]; gate_up: [count, 2 · width, hidden_size], gates before ups; down:
     [count, hidden_size, width]; all of x's dtype. out: [n, hidden_size], where the result goes;
@@ -40,19 +75,23 @@ def expert_products_ref(
     if packed is not None:
         up, low = (worth(*stack) for stack in ((gate_up, *packed[0]), (down, *packed[1])))
         gates = torch.einsum("nh,eih->eni", x.float(), up[..., : x.shape[1]])
-        hidden = swiglu(gates.to(x.dtype))
+        hidden = gated_ref(_plus(gates, finish.up_bias).to(x.dtype), finish)
         low = low[..., : hidden.shape[-1]]
         products = torch.einsum("eni,ehi->enh", hidden.float(), low)
     elif scales is None:
-        hidden = swiglu(torch.einsum("nh,eih->eni", x, gate_up))
+        gates = _plus(torch.einsum("nh,eih->eni", x, gate_up), finish.up_bias)
+        hidden = gated_ref(gates.to(x.dtype), finish)
         products = torch.einsum("eni,ehi->enh", hidden.float(), down.float())
     else:
-        rows, experts = eight_bits_ref(x), zip(gate_up, scales[0], down, scales[1], strict=True)
-        inner = ((scaled_gated_product_ref(*rows, up, of_up, x.dtype), low, of_low)
-                 for up, of_up, low, of_low in experts)  # fmt: skip
+        f32, rows = torch.float32, eight_bits_ref(x)
+        ups, downs = zip(gate_up, scales[0], strict=True), zip(down, scales[1], strict=True)
+        gates = torch.stack([scaled_product_ref(*rows, *up, f32) for up in ups])
+        hidden = gated_ref(_plus(gates, finish.up_bias).to(x.dtype), finish)
         products = torch.stack([
-            scaled_product_ref(*gated, low, of_low, torch.float32) for gated, low, of_low in inner
+            scaled_product_ref(*eight_bits_ref(part), *down, f32)
+            for part, down in zip(hidden, downs, strict=True)
         ])  # fmt: skip
+    products = _plus(products, finish.down_bias)
     total = weighted_sum(products, routes, held, x.dtype)
     return total if out is None else out.copy_(total)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from worker.config.checkpoint.experts import Held
 from worker.config.checkpoint.quantization import SCALE_BLOCK
-from worker.ops.experts.product import PackedPair, expert_products_ref
+from worker.ops.experts.product import PLAIN_FINISH, Finish, PackedPair, expert_products_ref
 from worker.ops.experts.route import Routes
 from worker.ops.jit import INTERPRETED, enter, overlap, power_of_two, tl, triton
 from worker.ops.norms_triton import silu_and_mul
@@ -75,19 +75,32 @@ def _item(starts, item, COUNT: tl.constexpr, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
+def _gated(gate, up, dtype, GAIN: tl.constexpr, PLUS: tl.constexpr, LIMIT: tl.constexpr):
+    """See gated_ref; of f32. A NaN stays one."""
+    if GAIN == 1 and PLUS == 0 and LIMIT == 0:
+        return silu_and_mul(gate, up, dtype)
+    if LIMIT > 0:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return (up + PLUS) * tl.div_rn(gate, 1.0 + tl.exp(-GAIN * gate))
+
+
+@triton.jit
 def _grouped_kernel(
-    x, of_rows, w, scales, zeros, factors, weights, starts, order, out, N, K, stride_x, num_tiles,
-    stride_column, stride_expert, stride_rows, stride_blocks,
+    x, of_rows, w, scales, zeros, factors, bias, weights, starts, order, out, N, K, stride_x,
+    num_tiles, stride_column, stride_expert, stride_rows, stride_blocks,
     COUNT: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GATED: tl.constexpr, GRAIN: tl.constexpr, STAGES: tl.constexpr,
     EVEN_K: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    GAIN: tl.constexpr, PLUS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (items · tiles of weights).
 
     GATED: x: [n, K] by token; w: [COUNT, 2 · N, K], gates before ups; out: [rows, N].
     Else x: [rows, K]; w: [COUNT, N, K]; out: [n · TOP_K, N] by assignment, times its weight.
     GRAIN, STAGES, of_rows: see _skinny_gemm_kernel; KIND, GROUP, zeros, factors: of weights in four
-    bits, see multiply_packed; KIND below 0: in more.
+    bits, see multiply_packed; KIND below 0: in more. bias: [COUNT, rows of w], or None; GAIN, PLUS,
+    LIMIT: see Finish.
     """
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the output
     item, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
@@ -152,12 +165,15 @@ def _grouped_kernel(
         x_at += BLOCK_K
     if factors is not None:
         acc *= tl.load(factors + numbers)[:, None]
+    if bias is not None:
+        acc += tl.load(bias + numbers).to(tl.float32)[:, None]
     dtype = out.dtype.element_ty
     cols = tile * WIDTH + tl.arange(0, WIDTH)
     if GATED:
         pair = tl.permute(tl.reshape(acc, (2, WIDTH, BLOCK_T)), (1, 2, 0))
         gate, up = tl.split(pair)
-        acc = silu_and_mul(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype)
+        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        acc = _gated(gate, up, dtype, GAIN, PLUS, LIMIT)  # pyright: ignore
         spot = rows
     else:
         acc = acc * tl.load(weights + at, mask=here, other=0.0)[None, :]
@@ -199,10 +215,11 @@ def expert_products_triton(
     out: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
     packed: PackedPair | None = None,
+    finish: Finish = PLAIN_FINISH,
 ) -> Tensor:
     """See expert_products_ref; padding in `routes` is read by no product."""
     if packed is not None and not takes(x, packed[0][0]):
-        return expert_products_ref(x, routes, gate_up, down, held, out, packed=packed)
+        return expert_products_ref(x, routes, gate_up, down, held, out, None, packed, finish)
     (n, size), top_k = x.shape, routes.ids.shape[1]
     width, num_rows = gate_up.shape[1] // 2, n * top_k
     if packed is None:
@@ -211,17 +228,16 @@ def expert_products_triton(
         assert (gate_up.shape[2], down.shape[2]) == (bytes_of(size), bytes_of(width))
     assert gate_up.shape[:2] == (held.count, 2 * width)
     assert down.shape[:2] == (held.count, size)
-    assert gate_up.is_contiguous()
-    assert down.is_contiguous()
     assert x.stride(1) == 1
-    hidden = x.new_empty(num_rows, width)
-    parts = x.new_empty(num_rows, size)
-    of_up, of_down = scales or (None, None)
-    up_four, down_four = packed or (None, None)
+    hidden, parts = x.new_empty(num_rows, width), x.new_empty(num_rows, size)
+    (of_up, of_down), (up_four, down_four) = scales or (None, None), packed or (None, None)
     assert (scales is not None) == (gate_up.dtype == E4M3) == (down.dtype == E4M3)
-    for source, w, of_w, four, result, gated in (
-        (x, gate_up, of_up, up_four, hidden, True), (hidden, down, of_down, down_four, parts, False)
-    ):  # fmt: skip
+    for source, w, of_w, four, bias, result, gated in (
+        (x, gate_up, of_up, up_four, finish.up_bias, hidden, True),
+        (hidden, down, of_down, down_four, finish.down_bias, parts, False),
+    ):
+        assert w.is_contiguous()
+        assert bias is None or (bias.is_contiguous() and bias.shape == w.shape[:2])
         tile = choose(n, top_k, held.count, gated=gated, eight=of_w is not None)
         num_items = min(num_rows, num_rows // tile.tokens + min(held.count, num_rows))
         columns, k = result.shape[1], source.shape[1]
@@ -235,7 +251,7 @@ def expert_products_triton(
         num_tiles = -(-columns // (tile.rows // 2 if gated else tile.rows))
         _grouped_kernel[(num_items * num_tiles,)](
             source, of_rows, w if four is None else w.view(torch.uint16),
-            of_four if of_w is None else of_w, zeros, factors,
+            of_four if of_w is None else of_w, zeros, factors, bias,
             routes.weights, routes.starts, routes.order, result, columns, k, source.stride(0),
             num_tiles, 0 if of_rows is None else of_rows.stride(1), *_strides(of_w),
             **overlap(
@@ -244,6 +260,7 @@ def expert_products_triton(
                 GRAIN=0 if of_w is None else w.shape[1] // of_w.shape[1],
                 STAGES=None if of_w is None and four is None else tile.num_stages,
                 num_warps=tile.num_warps, num_stages=tile.num_stages, KIND=kind, GROUP=group,
+                GAIN=finish.gain, PLUS=finish.plus, LIMIT=finish.limit,
             ),
         )  # fmt: skip
     out = torch.empty_like(x) if out is None else out

@@ -55,14 +55,19 @@ def route_ref(
 ) -> Routes:
     """Scores of all experts' logits in f32, then the k largest; the lower index wins a tie.
 
-    With a bias, [num_experts] f32, those whose score and bias are the largest together.
+    With a bias, [num_experts] f32, those whose score and bias are the largest together; of a shape
+    with biases of its products it is one of the logits instead.
 
     x: [n, hidden_size]; gate: [num_experts, hidden_size] of x's dtype; slots: [n] i64, where a
     token's KV goes: below `sink` it is padding; None: no token is. A NaN wins after all numbers,
     and makes a NaN of its weight, so every id is one of an expert. load: [2, count + 1] i64, see
     `new_load`; is added to.
     """
-    scores = SCORINGS[shape.scoring](x.float() @ gate.float().t())
+    logits = x.float() @ gate.float().t()
+    if shape.has_biases:
+        assert bias is not None
+        logits, bias = logits + bias, None
+    scores = SCORINGS[shape.scoring](logits)
     chosen = scores if bias is None else scores + bias
     ranked = chosen.nan_to_num(nan=float("-inf")).sort(dim=-1, descending=True, stable=True).indices
     ids = ranked[:, : shape.top_k]
@@ -113,7 +118,6 @@ IN_KERNELS: Mapping[str, Collection[object] | None] = {
     "num_groups": (1,),
     "factor": (1.0,),
     "activation": ("silu",),
-    "limit": (0.0,),
 }
 # Those that the definitions compute, on a CPU.
 DEFINED: Mapping[str, Collection[object] | None] = {

@@ -66,11 +66,11 @@ def _scores(logits, SCORING: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
-    parts, slots, ids, weights, starts, order, load, num_tokens, sink, first, count,
+    parts, bias, slots, ids, weights, starts, order, load, num_tokens, sink, first, count,
     NUM_EXPERTS: tl.constexpr, TOKENS: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr,
     SCORING: tl.constexpr, RENORMALIZES: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of tokens). parts: f32 [PARTS, num_tokens, NUM_EXPERTS].
+    """Grid (blocks of tokens). parts: f32 [PARTS, num_tokens, NUM_EXPERTS]; bias: f32, of logits.
 
     ALONE: there is one block, which gives rows their order, too; see `_arrange_kernel`.
     """
@@ -84,6 +84,8 @@ def _route_kernel(
     for _ in tl.static_range(PARTS):
         logits += tl.load(at, mask=real[:, None] & exists, other=0.0)
         at += num_tokens.to(tl.int64) * NUM_EXPERTS
+    if bias is not None:
+        logits += tl.load(bias + experts, mask=experts < NUM_EXPERTS, other=0.0)[None, :]
     logits = tl.where(exists, logits, float("-inf"))
     scores = _scores(logits, SCORING)
     # Scores are at least 0, so their bits are in their order; behind them come NaN, then none.
@@ -167,7 +169,7 @@ def route_triton(
     bias: Tensor | None = None,
 ) -> Routes:
     """See route_ref, and IN_KERNELS for what of a shape is computed here."""
-    assert bias is None
+    assert (bias is not None) == shape.has_biases
     n, k = x.shape
     num_experts, top_k = shape.num_experts, shape.top_k
     assert x.stride(1) == 1
@@ -189,7 +191,7 @@ def route_triton(
     )  # fmt: skip
     tokens = min(power_of_two(n), TOKENS)
     _route_kernel[(-(-n // tokens),)](
-        logits, slots, ids, weights, starts, order, load, n, sink, *held,
+        logits, bias, slots, ids, weights, starts, order, load, n, sink, *held,
         **overlap(
             x, NUM_EXPERTS=num_experts, TOKENS=tokens, TOP_K=top_k, PARTS=len(logits),
             SCORING=shape.scoring, RENORMALIZES=shape.renormalizes, ALONE=n <= tokens,
