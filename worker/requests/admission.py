@@ -98,10 +98,10 @@ class Admission:
         grammar = message.sampling.grammar
         return bool(grammar) and not self.grammars.ready(grammar)
 
-    def place(self, req: Req, leader: Req | None = None) -> None:
-        """Get the prompt's missing KV, if any: pull it, or prefill here.
+    def place(self, req: Req, leader: Req | None = None, *, looked: bool = False) -> None:
+        """Get the prompt's missing KV, if any: from a tier, then pull it, or prefill here.
 
-        leader: the choice that has come first.
+        leader: the choice that has come first. looked: the tier has brought what it has.
         """
         assert req.hold is not None
         if leader is not None and self._queues.fork(req, leader):
@@ -118,6 +118,9 @@ class Admission:
         if req.is_to_score:
             self.place_locally(req, "local")
             return
+        if not looked and (tier := self._engine.tier) is not None:
+            if tier.begin(req, req.hold, req.tokens, num_stored, time.monotonic()):
+                return  # `Requests.loaded` goes on
         now, peers = time.monotonic(), self._inbound.peers
         candidates = peers.eligible(req.candidates)
         inputs = PlacementInputs(

@@ -17,6 +17,7 @@ from worker.api import (
     Stop,
     TokenLogprob,
 )
+from worker.cache.tier.tier import Loading
 from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, PeerLost, UserError
 from worker.loop import EngineThread
 from worker.plan import Plan
@@ -133,6 +134,17 @@ class Requests:
         else:
             self.admission.place_locally(req, "fallback")
 
+    def loaded(self, loading: Loading[Req]) -> None:
+        """Go on with a request for which a tier has brought what it had."""
+        req = loading.request
+        if isinstance(loading.ending, FinishReason):
+            self.end(req, loading.ending)
+            return
+        req.num_computed_tokens = loading.hold.num_matched
+        if len(req.tokens) == req.num_prompt_tokens:
+            req.num_cached_tokens = req.num_computed_tokens
+        self.admission.place(req, looked=True)
+
     def lose(self, peer: PeerId) -> None:
         """Forget a router or a prefill worker that is gone; end the router's requests."""
         self._inbound.peers.lose(peer)
@@ -167,6 +179,8 @@ class Requests:
         if req.phase is Phase.FETCHING:
             req.deadline_at = float("inf")  # or the sweep would send an error while its pulls end
             self._inbound.cancel(req, reason)
+            if self._engine.tier is not None:
+                self._engine.tier.cancel(req, reason)
         else:
             self.end(req, reason)
 

@@ -5,11 +5,13 @@ for memory half-way, and announced pages are never preempted. If decode asks for
 ends a prompt also draws the token that follows.
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
 from worker.api import Prefill
 from worker.cache.book import PageBook
+from worker.cache.tier.tier import Tier
 from worker.config import EngineConfig
 from worker.plan import Chunk, Drawn, Plan, RowStart, tail_of
 from worker.schedule.asked import PromptLimits, check_prefill
@@ -26,9 +28,14 @@ class PrefillScheduler:
     """
 
     def __init__(
-        self, book: PageBook, engine: EngineConfig, limits: PromptLimits, pace: Pace
+        self,
+        book: PageBook,
+        engine: EngineConfig,
+        limits: PromptLimits,
+        pace: Pace,
+        tier: Tier[PrefillReq] | None = None,
     ) -> None:
-        self.book, self._limits = book, limits
+        self.book, self._limits, self._tier = book, limits, tier
         self.waiting: deque[PrefillReq] = deque()  # with tokens not yet in a step; oldest first
         self._pace = pace
         self.max_reqs = int(engine.max_num_reqs) + engine.max_waiting  # that wait
@@ -72,7 +79,20 @@ class PrefillScheduler:
         )
         if num < req.num_target_tokens:
             self.waiting.append(req)
+            if self._tier is not None:
+                req.loads = self._tier.begin(req, hold, tokens, most, time.monotonic())
         return req
+
+    def loaded(self, req: PrefillReq) -> None:
+        """A tier has brought what it had of a prompt, which goes on behind that."""
+        req.loads = False
+        if req.dropped:
+            self.book.close(req.hold)
+            return
+        num = req.hold.num_matched
+        req.num_computed_tokens = req.num_planned_tokens = req.num_cached_tokens = num
+        if num == req.num_target_tokens:
+            self.waiting.remove(req)
 
     def plan(self, now: float = 0.0) -> Plan | None:
         """Return the next step, or None if nothing waits.
@@ -86,6 +106,8 @@ class PrefillScheduler:
         budget = max(budget, self._limits.grain)
         launched: list[tuple[PrefillReq, Chunk]] = []
         for req in list(self.waiting):
+            if req.loads:
+                continue
             if budget == 0 or (not req.row and not self.rows.num_free):
                 break
             start = req.num_planned_tokens
@@ -108,6 +130,8 @@ class PrefillScheduler:
             if end == req.num_target_tokens:
                 self.waiting.remove(req)
             budget -= end - start
+        if not launched:
+            return None
         self._step += 1
         self.launched[self._step] = launched
         starts = tuple(_start(req) for req, chunk in launched if chunk.sample)
@@ -167,7 +191,8 @@ class PrefillScheduler:
         if req in self.waiting:
             self.waiting.remove(req)
         self._leave_row(req)
-        self.book.close(req.hold)
+        if self._tier is None or not self._tier.cancel(req):  # else `loaded` closes it
+            self.book.close(req.hold)
 
     def _leave_row(self, req: PrefillReq) -> None:
         if req.row:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -11,6 +11,7 @@ from worker.api import Member
 from worker.cache.book import PageBook
 from worker.cache.layout import Identity, KVLayout, ModelLayout
 from worker.cache.pool import KVPool
+from worker.cache.tier.tier import Tier
 from worker.config import WorkerConfig
 from worker.config.checkpoint.shape import ModelShape
 from worker.observe.meter import StepMeter
@@ -65,6 +66,7 @@ class Engine:
     checks: Sequence[BucketCheck]  # of the start-up check: kinds and buckets that were compared
     tracer: "Tracer | None"
     rank_group: RankGroup
+    tier: Tier[Any] | None  # None: nothing is below the pool
 
     def layer_groups(self, while_launching: Callable[[], None]) -> LayerGroups:
         """Make a layer hook for `launch`; it records when layer groups of the KV are final."""
@@ -85,6 +87,12 @@ class Engine:
         """Send to the other ranks, if there are any."""
         if self.runner.followers is not None:
             self.runner.followers.tell(message)
+
+    def forget_prefixes(self) -> None:
+        """Drop what no request uses, and all that a tier keeps."""
+        self.book.forget()
+        if self.tier is not None:
+            self.tier.forget()
 
     def local_rank(self) -> LocalRank:
         """This rank, as the destination of its pulls."""
@@ -122,6 +130,8 @@ class Engine:
 
     def retire(self) -> None:
         """Free the role's parts; `weights`, `pool` and `transport` are left."""
+        if self.tier is not None:
+            self.tier.close()
         self.runner.close()
         self.metrics.close()
         if self.tracer is not None:

@@ -1,0 +1,280 @@
+"""A row of a tier: a store, and the thread that copies between it and the pool.
+
+The store's calls may hang, and what they bring may be wrong. So a page of the pool is written only
+after its object has been read and verified, and never once its load was cancelled. Pages that are
+copied out may be freed meanwhile: then what was copied is torn, and is not kept.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from worker.cache.pool import KVPool
+from worker.cache.tier.base import PageStore
+from worker.cache.tier.objects import Corrupt, Form
+from worker.observe.metrics import WorkerMetrics
+from worker.seldom import Seldom
+
+log = logging.getLogger("kvlane.tier")
+
+MOST_COPIES = 4096  # that wait; later ones are left out
+MAX_FAILURES, PAUSE_S = 3, 20.0  # so many in a row, and a row is asked nothing for so long
+CLOSE_S = 1.0  # for a call of the store's to return; then its thread is left behind
+
+
+class Source(NamedTuple):
+    """An object by its key, with the page's tokens, and the page of the pool."""
+
+    key: bytes
+    tokens: tuple[int, ...]
+    page: int
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """A settled page that is to be kept, for all rows."""
+
+    source: Source
+    # Copies by page; whoever frees a page takes its copy out.
+    watched: Mapping[int, "Copy"]
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether its page was freed since."""
+        return self.watched.get(self.source.page) is not self
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Pages on their way into the pool, one after the other, each from the row that has it."""
+
+    parts: Sequence[tuple["Row", Source]]
+    num_loaded: int = 0  # pages that are here and verified
+    cause: str = ""  # why it ended early
+    row: str = ""  # which row was asked last
+    is_over: bool = False  # nothing is written any more
+    _cancelled: bool = False
+    _writes: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def cancel(self, cause: str) -> None:
+        """Let no further page be written."""
+        with self._lock:
+            self._cancelled = True
+            self.cause = self.cause or cause
+            self.is_over = self.is_over or not self._writes
+
+    def write(self, write: Callable[[], None]) -> None:
+        """Have a page written, unless it is cancelled."""
+        with self._lock:
+            if self._cancelled:
+                return
+            self._writes = True
+        write()
+        with self._lock:
+            self._writes = False
+            self.num_loaded += not self._cancelled
+
+    def end(self, cause: str = "") -> None:
+        """It goes no further."""
+        with self._lock:
+            self._writes, self.is_over = False, True
+            self.cause = self.cause or cause
+
+
+class Mover:
+    """Copies between pages of the pool and bytes of the host, on a stream of its own."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool, on_gpu = pool, pool.device.type == "cuda"
+        self._stream = torch.cuda.Stream(pool.device) if on_gpu else None
+
+    def out(self, page: int, body: memoryview) -> None:
+        """Copy a page."""
+        self._copy(page, torch.frombuffer(body, dtype=torch.uint8), outwards=True)
+
+    def into(self, page: int, body: memoryview) -> None:
+        """Overwrite a page."""
+        self._copy(page, torch.frombuffer(body, dtype=torch.uint8), outwards=False)
+
+    def _copy(self, page: int, flat: Tensor, *, outwards: bool) -> None:
+        at = 0
+        with torch.cuda.stream(self._stream):
+            for piece in self._pool.pieces(page):
+                host = flat[at : at + piece.numel()]
+                at += piece.numel()
+                target, source = (host, piece) if outwards else (piece, host)
+                target.copy_(source, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class Row:
+    """A store with its thread. Methods are the engine's, but for those of the thread.
+
+    made: makes the store, in the thread. bytes_per_s: of copies out of the pool, at most.
+    """
+
+    def __init__(
+        self, name: str, make: Callable[[], PageStore], pool: KVPool, form: Form,
+        metrics: WorkerMetrics, bytes_per_s: float,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.wake: Callable[[], None] = lambda: None  # called at the end of a load
+        self._make, self._pool, self._form = make, pool, form
+        self._metrics, self._bytes_per_s = metrics, bytes_per_s
+        self._store: PageStore | None = None  # until it is made
+        self._changed = threading.Condition()
+        self._copies: deque[Copy] = deque()
+        self._loads: deque[Load] = deque()
+        self._is_closed = self._is_busy = False
+        self._num_failures, self._paused_until = 0, 0.0
+        self._log = Seldom()
+        metrics.tier_bytes(name).set_function(lambda: self._store.num_bytes if self._store else 0)
+        self._thread = threading.Thread(target=self._run, name=f"kvlane-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is copied or waits for it."""
+        return not (self._copies or self._loads or self._is_busy)
+
+    def has(self, key: bytes) -> bool:
+        """Whether an object seems to be there, and can be asked for."""
+        store = self._store
+        return store is not None and store.exists(key) and time.monotonic() >= self._paused_until
+
+    def offer(self, copy: Copy) -> None:
+        """Keep a page soon, unless too many wait."""
+        if len(self._copies) >= MOST_COPIES:
+            self._metrics.tier_pages(self.name, "behind").inc()
+            return
+        with self._changed:
+            self._copies.append(copy)
+            self._changed.notify()
+
+    def load(self, load: Load) -> None:
+        """Bring the pages of `load` that are here and follow those that it has."""
+        with self._changed:
+            self._loads.append(load)
+            self._changed.notify()
+
+    def worked(self) -> None:
+        """A load has come whole."""
+        self._num_failures = 0
+
+    def failed(self, cause: str, why: str, *, pauses: bool = True) -> None:
+        """Count a failure; some in a row that pause it do so."""
+        self._metrics.tier_failures(self.name, cause).inc()
+        if self._log.news(self.name, cause):
+            log.warning("tier %s: %s: %s; what it should have brought is computed", self.name,
+                        cause, why)  # fmt: skip
+        self._num_failures += pauses
+        if self._num_failures >= MAX_FAILURES:
+            self._num_failures, self._paused_until = 0, time.monotonic() + PAUSE_S
+            log.warning("tier %s is asked nothing for %.0f s", self.name, PAUSE_S)
+
+    def forget(self) -> int:
+        """Delete all objects; how many."""
+        with self._changed:
+            self._copies.clear()
+        return 0 if self._store is None else self._store.forget()
+
+    def close(self) -> None:
+        """End the thread; no page of the pool is read or written afterwards, though a store hangs."""
+        with self._changed:
+            self._is_closed = True
+            self._copies.clear()
+            for load in self._loads:
+                load.cancel("closed")
+            self._changed.notify()
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        try:
+            self._store = self._make()
+        except OSError as error:
+            self.failed("failed", str(error))
+            self._paused_until = float("inf")
+            return
+        mover = Mover(self._pool)
+        try:
+            while (work := self._next()) is not None:
+                if isinstance(work, Load):
+                    self._bring(work, mover)
+                elif work.is_torn:
+                    self._metrics.tier_pages(self.name, "torn").inc()
+                else:
+                    self._keep(work, mover)
+                self._is_busy = False
+            self._store.close()
+        except Exception:  # our own bug, or a store's: loads that wait are late
+            log.exception("tier %s has failed and is asked nothing any more", self.name)
+            self._paused_until = float("inf")
+
+    def _next(self) -> Load | Copy | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._loads or self._copies or self._is_closed)
+            if self._is_closed:
+                return None
+            self._is_busy = True
+            return self._loads.popleft() if self._loads else self._copies.popleft()
+
+    def _keep(self, copy: Copy, mover: Mover) -> None:
+        store, source, form = self._store, copy.source, self._form
+        assert store is not None
+        began_at = time.monotonic()
+
+        def fill(view: memoryview) -> bool:
+            if self._is_closed:
+                return False
+            mover.out(source.page, view[form.header_bytes :])
+            form.seal(view, source.key, source.tokens, store.every)
+            return not copy.is_torn
+
+        try:
+            kept = "kept" if store.put(source.key, fill) else "torn"
+        except OSError as error:
+            kept = "failed"
+            self.failed("full", str(error), pauses=False)
+        self._metrics.tier_pages(self.name, kept).inc()
+        left_s = form.object_bytes / self._bytes_per_s - (time.monotonic() - began_at)
+        if left_s > 0:
+            with self._changed:
+                self._changed.wait_for(lambda: self._loads or self._is_closed, left_s)
+
+    def _bring(self, load: Load, mover: Mover) -> None:
+        store = self._store
+        assert store is not None
+        load.row = self.name
+        for row, source in load.parts[load.num_loaded :]:
+            if load.is_over:
+                break
+            if row is not self:
+                row.load(load)
+                return
+
+            def take(view: memoryview, source: Source = source) -> None:
+                body = self._form.body(view, source.key, source.tokens)
+                load.write(lambda: mover.into(source.page, body))
+
+            try:
+                store.get(source.key, take)
+            except KeyError:
+                load.end("absent")
+            except Corrupt as error:
+                store.forget(source.key)
+                load.end("corrupt")
+                log.debug("tier %s: %s", self.name, error)
+            except OSError as error:
+                load.end("failed")
+                log.debug("tier %s: %s", self.name, error)
+        load.end()
+        self.wake()
