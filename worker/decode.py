@@ -41,6 +41,7 @@ from worker.transfer.inbound import Inbound, poll_after_s
 from worker.transfer.peers import PrefillPeers
 from worker.transfer.ranked import LeaderPulls, OwnDialled, PeerDialled, PullEnded
 from worker.transfer.sources import DialFailed, Link
+from worker.transfer.tier.ranks import Loaded
 
 log = logging.getLogger("kvlane.decode")
 
@@ -154,6 +155,8 @@ class DecodeLoop:
                 self.requests.stop(peer, event)
             case Abort():
                 self.requests.abort(peer, event)
+            case Loaded() if self._engine.tier is not None:
+                self._engine.tier.on(event)
             case ForgetPrefixes():
                 self._engine.forget_prefixes()
             case Ack():

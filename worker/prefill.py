@@ -19,6 +19,7 @@ from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
 from worker.start.engine import Engine
 from worker.transfer.outbound import Outbound
+from worker.transfer.tier.ranks import Loaded
 
 
 class PrefillLoop(Role):
@@ -42,12 +43,10 @@ class PrefillLoop(Role):
             len(engine.shape.eos_token_ids),
             engine.shape.grain,
         )
-        self._tier = engine.tier
+        self.scheduler = PrefillScheduler(engine.book, config.engine, limits, self._pace)
+        self.scheduler.tier = self._tier = engine.tier
         if self._tier is not None:
             self._tier.wakes(thread.wake)
-        self.scheduler = PrefillScheduler(
-            engine.book, config.engine, limits, self._pace, self._tier
-        )
         metrics = engine.metrics
         self._outbound = outbound = Outbound(
             incarnation, self.scheduler, self._pace.num_groups, thread.send, config.lease,
@@ -148,6 +147,8 @@ class PrefillLoop(Role):
                 self._outbound.on_renew(peer, event, now)
             case Release():
                 self._outbound.on_release(peer, event)
+            case Loaded() if self._tier is not None:
+                self._tier.on(event)
             case ForgetPrefixes():
                 self._engine.forget_prefixes()
             case DrainAsked():

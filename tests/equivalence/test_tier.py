@@ -16,9 +16,9 @@ from tests.support.laws import ids, sections
 from tests.support.patience import until
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
-from worker.cache.tier.base import Fill, PageStore, Take
-from worker.cache.tier.rows import Row
 from worker.start.engine import Engine
+from worker.transfer.tier.base import Fill, PageStore, Take
+from worker.transfer.tier.rows import Row
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 NUM, PAGE = 6, 16
@@ -149,7 +149,7 @@ def disturbed(tier: dict[str, Any] = HOST) -> Iterator[tuple[Running, Disturbed,
     with running(tiered(tier), num_prefill=0) as cluster:
         made = engine_of(cluster).tier
         assert made is not None
-        row = made._rows[0]
+        row = made.rows[0]
         until(lambda: row._store is not None)
         assert row._store is not None
         row._store = store = Disturbed(row._store)
@@ -227,7 +227,7 @@ def test_a_full_store_keeps_nothing_and_fails_nobody(expected) -> None:
 
 def test_a_page_that_is_freed_while_it_is_copied_is_not_kept(expected) -> None:
     """Laws 1 and 4: the store's copy is held up until its page is another's."""
-    with disturbed() as (cluster, store, row):
+    with disturbed() as (cluster, store, _):
         goes_on = threading.Event()
         store.before_put = lambda: assert_(goes_on.wait(60))
         first = [ids(cluster.answers([each], GREEDY))[0] for each in prompts()]
@@ -244,7 +244,7 @@ def test_the_directory_outlives_its_worker_and_serves_another(expected, tmp_path
         one_by_one(cluster, prompts())
         cold = computed(cluster)
     with running(tiered(tier), num_prefill=0) as cluster:
-        until(lambda: engine_of(cluster).tier._rows[0]._store is not None)
+        until(lambda: engine_of(cluster).tier.rows[0]._store is not None)
         assert one_by_one(cluster, prompts()) == expected
         assert computed(cluster) < cold / 4
     files = [each for each in (tmp_path / "tier").rglob("*.kv")]
@@ -261,7 +261,7 @@ def test_what_one_worker_has_kept_another_finds_while_both_run(expected, tmp_pat
         first, second = cluster.client.decodes
         ids(cluster.client.generate(prompts()[:1], GREEDY, decode=first))
         copied(cluster)
-        store = cluster.workers["decode-1"].engine.tier._rows[0]
+        store = cluster.workers["decode-1"].engine.tier.rows[0]
         until(lambda: store._store is not None and len(store._store._own_keys) >= 9)
         assert ids(cluster.client.generate(prompts()[:1], GREEDY, decode=second)) == expected[:1]
         assert value(cluster.workers["decode-1"].engine.metrics.tier_tokens("disk")) == 144
@@ -275,7 +275,7 @@ def test_other_weights_find_nothing(tmp_path: Path) -> None:
         config = tiered(tier)
         config["model"] |= {"load_format": "dummy", "seed": seed}
         with running(config, num_prefill=0) as cluster:
-            until(lambda: engine_of(cluster).tier._rows[0]._store is not None)
+            until(lambda: engine_of(cluster).tier.rows[0]._store is not None)
             one_by_one(cluster, prompts(2))
             found.append(value(engine_of(cluster).metrics.tier_tokens("disk")))
     assert found[0] == found[1] == 0 < found[2]
@@ -294,3 +294,37 @@ def test_lengths_around_every_boundary_of_pages(expected, alone: Running) -> Non
             assert one_by_one(cluster, [text[:length]]) == [cold[number]]
             after = value(engine_of(cluster).metrics.tier_tokens("host"))
             assert after - before == (length - 1) // PAGE * PAGE
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_ranks_keep_and_bring_their_own_heads(kind: str, expected, tmp_path: Path) -> None:
+    """Law 7: one process decides; a rank that copies late delays, and disagrees with nobody."""
+    tier = HOST if kind == "host" else {"directory": str(tmp_path / "tier")}
+    with running(tiered(tier), num_prefill=0, decode_tp=2) as cluster:
+        assert one_by_one(cluster, prompts()) == expected
+        cold = computed(cluster)
+        assert one_by_one(cluster, prompts()) == expected
+        assert computed(cluster) - cold < cold / 3
+        assert value(engine_of(cluster).metrics.tier_tokens(kind)) > cold / 2
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_snapshots_of_recurrent_layers_come_with_their_pages(mode: str, tmp_path: Path) -> None:
+    """Law 10: both at the same end of a text, or neither."""
+    def hybrid(tier: dict[str, Any], **engine: object) -> dict[str, Any]:
+        made = tiered(tier, mode, num_pages=44, state_slots=4, **engine)
+        made["model"] = {"path": "tiny-hybrid"}
+        made["kv"]["snapshots"] = 3
+        return made
+
+    asked = prompts(4, 300)
+    num_prefill = int(mode == "always")
+    with running(hybrid({}, prefix_cache=False), num_prefill=num_prefill) as cluster:
+        cold = [ids(cluster.answers([each], GREEDY))[0] for each in asked]
+        computed_cold = computed(cluster)
+    with running(hybrid({"directory": str(tmp_path / "tier")}), num_prefill=num_prefill) as cluster:
+        assert one_by_one(cluster, asked) == cold
+        before = computed(cluster)
+        assert one_by_one(cluster, asked) == cold
+        assert computed(cluster) - before < computed_cold / 2
+        assert sum(value(each.engine.metrics.tier_tokens("disk")) for each in cluster.workers.values())

@@ -53,12 +53,14 @@ class PageBook:
     def launched(self, step: int) -> None:
         """See PageAllocator.launched."""
         self._allocator.launched(step)
+        self.snapshots.last_launched = step
         if self._slots is not None:
             self._slots.launched(step)
 
     def settled(self, step: int) -> None:
         """See PageAllocator.settled."""
         self._allocator.settled(step)
+        self.snapshots.last_settled = step
         if self._slots is not None:
             self._slots.settled(step)
         if self.snapshots.closing:

@@ -96,6 +96,11 @@ class KVPool:
         for groups in self._pages:
             yield from groups[:, page]
 
+    def slot(self, slot: int) -> Tensor:
+        """All bytes of a slot of state: [slot_bytes] u8."""
+        assert self._slots is not None
+        return self._slots[slot]
+
     def copy(self, copies: Copies) -> None:
         """Copy states and pages on the current stream."""
         for source, target in copies.slots:

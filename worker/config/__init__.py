@@ -140,7 +140,7 @@ class TierConfig(Section):
 
 
 class KVConfig(Section):
-    """What both roles must agree on: all but `snapshots` and `tier` is part of the layout's hash."""
+    """What both roles must agree on: all but `snapshots`, `tier` is in the KV layout's hash."""
 
     page_size: Auto | PositiveInt = "auto"
     """Tokens of a KV page; auto: 16 on CPU, 64 on CUDA."""

@@ -118,9 +118,9 @@ class Admission:
         if req.is_to_score:
             self.place_locally(req, "local")
             return
-        if not looked and (tier := self._engine.tier) is not None:
-            if tier.begin(req, req.hold, req.tokens, num_stored, time.monotonic()):
-                return  # `Requests.loaded` goes on
+        tier = None if looked else self._engine.tier
+        if tier is not None and tier.begin(req, req.hold, req.tokens, num_stored):
+            return  # `Requests.loaded` goes on
         now, peers = time.monotonic(), self._inbound.peers
         candidates = peers.eligible(req.candidates)
         inputs = PlacementInputs(

@@ -17,7 +17,6 @@ from worker.api import (
     Stop,
     TokenLogprob,
 )
-from worker.cache.tier.tier import Loading
 from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, PeerLost, UserError
 from worker.loop import EngineThread
 from worker.plan import Plan
@@ -30,6 +29,7 @@ from worker.schedule.req import Phase, Req
 from worker.start.engine import Engine
 from worker.transfer.fetch import Fetch
 from worker.transfer.inbound import Inbound
+from worker.transfer.tier.tier import Loading
 
 log = logging.getLogger("kvlane.decode")
 
@@ -142,7 +142,8 @@ class Requests:
             return
         req.num_computed_tokens = loading.hold.num_matched
         if len(req.tokens) == req.num_prompt_tokens:
-            req.num_cached_tokens = req.num_computed_tokens
+            snapshots, most = self._engine.book.snapshots, len(req.tokens) - 1
+            req.num_cached_tokens = snapshots.resumable(loading.hold, most)
         self.admission.place(req, looked=True)
 
     def lose(self, peer: PeerId) -> None:

@@ -5,19 +5,21 @@ for memory half-way, and announced pages are never preempted. If decode asks for
 ends a prompt also draws the token that follows.
 """
 
-import time
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from worker.api import Prefill
 from worker.cache.book import PageBook
-from worker.cache.tier.tier import Tier
 from worker.config import EngineConfig
 from worker.plan import Chunk, Drawn, Plan, RowStart, tail_of
 from worker.schedule.asked import PromptLimits, check_prefill
 from worker.schedule.pace import Pace
 from worker.schedule.req import PrefillReq
 from worker.schedule.rows import RowTable
+
+if TYPE_CHECKING:
+    from worker.transfer.tier.tier import Tier
 
 
 class PrefillScheduler:
@@ -28,14 +30,10 @@ class PrefillScheduler:
     """
 
     def __init__(
-        self,
-        book: PageBook,
-        engine: EngineConfig,
-        limits: PromptLimits,
-        pace: Pace,
-        tier: Tier[PrefillReq] | None = None,
+        self, book: PageBook, engine: EngineConfig, limits: PromptLimits, pace: Pace
     ) -> None:
-        self.book, self._limits, self._tier = book, limits, tier
+        self.book, self._limits = book, limits
+        self.tier: Tier[PrefillReq] | None = None  # below the pool
         self.waiting: deque[PrefillReq] = deque()  # with tokens not yet in a step; oldest first
         self._pace = pace
         self.max_reqs = int(engine.max_num_reqs) + engine.max_waiting  # that wait
@@ -66,22 +64,20 @@ class PrefillScheduler:
         )
         if hold is None:
             return None
-        num = self.book.snapshots.resume(hold, num_stored - 1)
-        req = PrefillReq(
-            tokens,
-            hold,
-            asked.link_bytes_per_s,
-            asked.sampling,
-            asked.num_prompt_tokens,
-            num,
-            num,
-            num,
-        )
-        if num < req.num_target_tokens:
+        rest = asked.link_bytes_per_s, asked.sampling, asked.num_prompt_tokens
+        req = PrefillReq(tokens, hold, *rest, num_computed_tokens=0, num_planned_tokens=0)
+        if self.tier is not None:
+            req.loads = self.tier.begin(req, hold, tokens, num_stored - 1 if hold.slot else most)
+        if not req.loads:
+            self._resume(req)
+        if req.num_planned_tokens < req.num_target_tokens:
             self.waiting.append(req)
-            if self._tier is not None:
-                req.loads = self._tier.begin(req, hold, tokens, most, time.monotonic())
         return req
+
+    def _resume(self, req: PrefillReq) -> None:
+        """Have a prompt go on behind what the tree has of it."""
+        num = self.book.snapshots.resume(req.hold, len(req.tokens) - (req.sampling is None) - 1)
+        req.num_computed_tokens = req.num_planned_tokens = req.num_cached_tokens = num
 
     def loaded(self, req: PrefillReq) -> None:
         """A tier has brought what it had of a prompt, which goes on behind that."""
@@ -89,9 +85,8 @@ class PrefillScheduler:
         if req.dropped:
             self.book.close(req.hold)
             return
-        num = req.hold.num_matched
-        req.num_computed_tokens = req.num_planned_tokens = req.num_cached_tokens = num
-        if num == req.num_target_tokens:
+        self._resume(req)
+        if req.num_planned_tokens == req.num_target_tokens:
             self.waiting.remove(req)
 
     def plan(self, now: float = 0.0) -> Plan | None:
@@ -191,7 +186,7 @@ class PrefillScheduler:
         if req in self.waiting:
             self.waiting.remove(req)
         self._leave_row(req)
-        if self._tier is None or not self._tier.cancel(req):  # else `loaded` closes it
+        if self.tier is None or not self.tier.cancel(req):  # else `loaded` closes it
             self.book.close(req.hold)
 
     def _leave_row(self, req: PrefillReq) -> None:

@@ -34,7 +34,7 @@ from worker.run.runner import ModelRunner
 from worker.start.check import check_kv
 from worker.start.engine import Engine, Kept
 from worker.start.load import Start, load
-from worker.start.tier import build_tier, check_tier
+from worker.start.tier import add_tier, check_tier
 from worker.transfer.base import TRANSPORTS, KVTransport
 from worker.transfer.host import addresses_in
 from worker.weights.files import as_held
@@ -99,13 +99,12 @@ def build_engine(
     step_log, device = None, torch.device(str(config.engine.device))
     if leads and config.engine.step_log:
         step_log = StepLog(config.engine.step_log, name, device)
-    identity = start.model_layout.identity(config.model.name, loaded.weights.digest)
-    return Engine(
+    engine = Engine(
         config=config,
         shape=start.shape,
         model_layout=start.model_layout,
         layout=start.layout,
-        identity=identity,
+        identity=start.model_layout.identity(config.model.name, loaded.weights.digest),
         weights=loaded.weights,
         pool=pool,
         book=book,
@@ -116,8 +115,9 @@ def build_engine(
         checks=loaded.checks,
         tracer=tracer,
         rank_group=rank_group,
-        tier=build_tier(config, identity, book, pool, metrics, meter) if leads else None,
     )
+    add_tier(engine)
+    return engine
 
 
 def _book(config: WorkerConfig, shape: ModelShape, pool: KVPool) -> PageBook:

@@ -11,7 +11,6 @@ from worker.api import Member
 from worker.cache.book import PageBook
 from worker.cache.layout import Identity, KVLayout, ModelLayout
 from worker.cache.pool import KVPool
-from worker.cache.tier.tier import Tier
 from worker.config import WorkerConfig
 from worker.config.checkpoint.shape import ModelShape
 from worker.observe.meter import StepMeter
@@ -24,6 +23,9 @@ from worker.run.runner import ModelRunner
 from worker.transfer.base import KVTransport
 from worker.transfer.ranked import RankOrder
 from worker.transfer.sources import LocalRank
+from worker.transfer.tier.ranks import TierOrder
+from worker.transfer.tier.rows import Row
+from worker.transfer.tier.tier import Tier
 
 if TYPE_CHECKING:
     from worker.observe.spans import Tracer
@@ -66,7 +68,8 @@ class Engine:
     checks: Sequence[BucketCheck]  # of the start-up check: kinds and buckets that were compared
     tracer: "Tracer | None"
     rank_group: RankGroup
-    tier: Tier[Any] | None  # None: nothing is below the pool
+    rows: Sequence[Row] = ()  # of the tier below this rank's pool
+    tier: Tier[Any] | None = None  # over these, at the leader
 
     def layer_groups(self, while_launching: Callable[[], None]) -> LayerGroups:
         """Make a layer hook for `launch`; it records when layer groups of the KV are final."""
@@ -83,7 +86,7 @@ class Engine:
         """Mean tokens that a row keeps of a step if acceptance is simulated; 0: it is not."""
         return self.config.spec.simulated_len if self.config.role == "decode" else 0.0
 
-    def tell_ranks(self, message: Ended | RankOrder) -> None:
+    def tell_ranks(self, message: Ended | RankOrder | TierOrder) -> None:
         """Send to the other ranks, if there are any."""
         if self.runner.followers is not None:
             self.runner.followers.tell(message)

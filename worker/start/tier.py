@@ -3,25 +3,21 @@
 import logging
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
+import torch
 
-from worker.cache.book import PageBook
-from worker.cache.layout import Identity
-from worker.cache.pool import KVPool
-from worker.cache.tier.arena import Arena
-from worker.cache.tier.directory import Directory
-from worker.cache.tier.objects import Form, owner_of
-from worker.cache.tier.rows import Row
-from worker.cache.tier.tier import Tier
-from worker.config import WorkerConfig
+from worker.config import TierConfig, WorkerConfig
 from worker.config.checkpoint.shape import ModelShape
 from worker.errors import Unsupported, UserError
-from worker.model.kinds import kinds_of
-from worker.observe.meter import StepMeter
-from worker.observe.metrics import WorkerMetrics
+from worker.start.engine import Engine
 from worker.start.memory import GIB
+from worker.transfer.tier.arena import PAGE, Arena
+from worker.transfer.tier.base import PageStore
+from worker.transfer.tier.directory import Directory
+from worker.transfer.tier.objects import Form
+from worker.transfer.tier.rows import Row
+from worker.transfer.tier.tier import Tier
 
 log = logging.getLogger("kvlane.tier")
 
@@ -38,12 +34,8 @@ def check_tier(config: WorkerConfig, shape: ModelShape) -> None:
         raise UserError(f"{path} needs engine.prefix_cache, which is off", path)
     if shape.span and not config.spec.has_weights:
         raise Unsupported(f"{path} does not serve models whose layers all have a window", path)
-    if any(kind.grain > 1 for kind in kinds_of(shape).values()):
-        raise Unsupported(f"{path} does not keep the states of recurrent layers yet", path)
-    if config.tp > 1:
-        raise Unsupported(f"{path} serves workers of one rank, not tp = {config.tp}, yet", path)
     free = psutil.virtual_memory().available
-    if tier.host_bytes > free:
+    if tier.host_bytes // config.tp > free:
         raise UserError(
             f"{path}.host_bytes: {tier.host_bytes / GIB:.2f} GiB, but {free / GIB:.2f} are free "
             "on this host; lower it",
@@ -51,33 +43,43 @@ def check_tier(config: WorkerConfig, shape: ModelShape) -> None:
         )
 
 
-def build_tier(
-    config: WorkerConfig, identity: Identity, book: PageBook, pool: KVPool,
-    metrics: WorkerMetrics, meter: StepMeter,
-) -> Tier[Any] | None:  # fmt: skip
-    """The tier that the configuration asks for; None: none.
+def add_tier(engine: Engine) -> None:
+    """Give an engine the tier that its configuration asks for, at the leader what is over the rows.
 
     Its memory is taken, and its directory read, in threads of its rows. Raises UserError if
     host_bytes hold no page.
     """
-    tier, layout, on_gpu = config.kv.tier, pool.layout, pool.device.type == "cuda"
+    tier, pool, group = engine.config.kv.tier, engine.pool, engine.rank_group
     if not tier.is_on:
-        return None
-    owner = owner_of(identity.layout_hash, config.tp, 0)
-    form = Form(owner, layout.page_size, layout.page_bytes)
-    size, rows = form.object_bytes, list[Row]()
-    rest = pool, form, metrics
-    if tier.host_bytes:
-        if tier.host_bytes < size + 4096:
-            path = "kv.tier.host_bytes"
-            raise UserError(f"{path}: a page has {size:,} bytes; set it to many times that", path)
-        make = partial(Arena, tier.host_bytes, size, registered=on_gpu)
-        rows.append(Row("host", make, *rest, HOST_BYTES_PER_S))
+        return
+    layout, state = pool.layout, pool.layout.state
+    form = Form(
+        engine.identity.layout_hash, group.rank, group.size, layout.page_size, layout.page_bytes,
+        0 if state is None else state.slot_bytes,
+    )  # fmt: skip
+    host_bytes, rest = tier.host_bytes // group.size, (pool, form, engine.metrics)
+    rows = list[Row]()
+    on_gpu = pool.device.type == "cuda"
+    if host_bytes:
+        if host_bytes < form.object_bytes + PAGE:
+            path, size = "kv.tier.host_bytes", f"{form.object_bytes * group.size:,}"
+            raise UserError(f"{path}: a page has {size} bytes; set it to many times that", path)
+        make = partial(Arena, host_bytes, form.object_bytes, registered=on_gpu)
+        rows.append(Row("host", make, HOST_BYTES_PER_S, *rest))
     if tier.directory:
-        where = Path(tier.directory), owner.decode(), tier.directory_bytes
-        make = partial(Directory, *where, size, pinned=on_gpu)
-        rows.append(Row("disk", make, *rest, DISK_BYTES_PER_S))
-    kept = f"{tier.host_bytes / GIB:.2f} GiB of host memory, " if tier.host_bytes else ""
-    kept += tier.directory
-    log.info("KV tier: %s; %s bytes a page of %d tokens", kept, f"{size:,}", form.page_size)
-    return Tier(book, form, rows, metrics, lambda: meter.prefill_s_per_token)
+        rows.append(Row("disk", lambda: _directory(tier, form, on_gpu), DISK_BYTES_PER_S, *rest))
+    where, size = tier.directory or "no directory", f"{form.object_bytes:,}"
+    kept = f"{host_bytes / GIB:.2f} GiB of host memory, {where}"
+    log.info("KV tier: %s; %s bytes a page of %d tokens", kept, size, form.page_size)
+    engine.rows = rows
+    if group.rank == 0:
+        book, meter = engine.book, engine.meter
+        engine.tier = Tier(
+            book, form, rows, engine.metrics, lambda: meter.prefill_s_per_token,
+            engine.tell_ranks, lambda: meter.num_steps,
+        )  # fmt: skip
+
+
+def _directory(tier: TierConfig, form: Form, on_gpu: bool) -> PageStore:
+    staged = torch.empty(form.object_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+    return Directory(Path(tier.directory), form.owner, tier.directory_bytes, staged)

@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from worker.cache.pool import KVPool
-from worker.cache.tier.base import PageStore
-from worker.cache.tier.objects import Corrupt, Form
 from worker.observe.metrics import WorkerMetrics
 from worker.seldom import Seldom
+from worker.transfer.tier.base import PageStore
+from worker.transfer.tier.objects import Corrupt, Form, Source
 
 log = logging.getLogger("kvlane.tier")
 
@@ -29,26 +28,17 @@ MAX_FAILURES, PAUSE_S = 3, 20.0  # so many in a row, and a row is asked nothing 
 CLOSE_S = 1.0  # for a call of the store's to return; then its thread is left behind
 
 
-class Source(NamedTuple):
-    """An object by its key, with the page's tokens, and the page of the pool."""
-
-    key: bytes
-    tokens: tuple[int, ...]
-    page: int
-
-
-@dataclass(slots=True, eq=False)
-class Copy:
-    """A settled page that is to be kept, for all rows."""
+class Copy(NamedTuple):
+    """A settled page, or part of a snapshot, that is to be kept, for all rows."""
 
     source: Source
-    # Copies by page; whoever frees a page takes its copy out.
-    watched: Mapping[int, "Copy"]
+    watched: Mapping[int, object]  # marks by page or slot; whoever frees one takes its mark out
+    mark: object
 
     @property
     def is_torn(self) -> bool:
         """Whether its page was freed since."""
-        return self.watched.get(self.source.page) is not self
+        return self.watched.get(self.source.place) is not self.mark
 
 
 @dataclass(slots=True, eq=False)
@@ -96,49 +86,46 @@ class Mover:
         self._pool, on_gpu = pool, pool.device.type == "cuda"
         self._stream = torch.cuda.Stream(pool.device) if on_gpu else None
 
-    def out(self, page: int, body: memoryview) -> None:
-        """Copy a page."""
-        self._copy(page, torch.frombuffer(body, dtype=torch.uint8), outwards=True)
-
-    def into(self, page: int, body: memoryview) -> None:
-        """Overwrite a page."""
-        self._copy(page, torch.frombuffer(body, dtype=torch.uint8), outwards=False)
-
-    def _copy(self, page: int, flat: Tensor, *, outwards: bool) -> None:
-        at = 0
+    def copy(self, source: Source, body: memoryview, *, outwards: bool) -> None:
+        """Copy a page or part to `body`, or overwrite it from there."""
+        at, flat = 0, torch.frombuffer(body, dtype=torch.uint8)
+        if source.part < 0:
+            pieces = self._pool.pieces(source.place)
+        else:
+            pieces = [self._pool.slot(source.place).split(len(body))[source.part]]
         with torch.cuda.stream(self._stream):
-            for piece in self._pool.pieces(page):
+            for piece in pieces:
                 host = flat[at : at + piece.numel()]
                 at += piece.numel()
-                target, source = (host, piece) if outwards else (piece, host)
-                target.copy_(source, non_blocking=True)
+                to, of = (host, piece) if outwards else (piece, host)
+                to.copy_(of, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
 
 
+@dataclass(eq=False)
 class Row:
-    """A store with its thread. Methods are the engine's, but for those of the thread.
+    """A store with its thread. Methods are the engine's, but for those of the thread."""
 
-    made: makes the store, in the thread. bytes_per_s: of copies out of the pool, at most.
-    """
+    name: str
+    make: Callable[[], PageStore]  # in the thread
+    bytes_per_s: float  # of copies out of the pool, at most
+    pool: KVPool
+    form: Form
+    metrics: WorkerMetrics
 
-    def __init__(
-        self, name: str, make: Callable[[], PageStore], pool: KVPool, form: Form,
-        metrics: WorkerMetrics, bytes_per_s: float,
-    ) -> None:  # fmt: skip
-        self.name = name
+    def __post_init__(self) -> None:
+        """Start the thread."""
         self.wake: Callable[[], None] = lambda: None  # called at the end of a load
-        self._make, self._pool, self._form = make, pool, form
-        self._metrics, self._bytes_per_s = metrics, bytes_per_s
         self._store: PageStore | None = None  # until it is made
         self._changed = threading.Condition()
         self._copies: deque[Copy] = deque()
         self._loads: deque[Load] = deque()
         self._is_closed = self._is_busy = False
         self._num_failures, self._paused_until = 0, 0.0
-        self._log = Seldom()
-        metrics.tier_bytes(name).set_function(lambda: self._store.num_bytes if self._store else 0)
-        self._thread = threading.Thread(target=self._run, name=f"kvlane-{name}", daemon=True)
+        self._log, series = Seldom(), self.metrics.tier_bytes(self.name)
+        series.set_function(lambda: self._store.num_bytes if self._store else 0)
+        self._thread = threading.Thread(target=self._run, name=f"kvlane-{self.name}", daemon=True)
         self._thread.start()
 
     @property
@@ -154,7 +141,7 @@ class Row:
     def offer(self, copy: Copy) -> None:
         """Keep a page soon, unless too many wait."""
         if len(self._copies) >= MOST_COPIES:
-            self._metrics.tier_pages(self.name, "behind").inc()
+            self.metrics.tier_pages(self.name, "behind").inc()
             return
         with self._changed:
             self._copies.append(copy)
@@ -172,7 +159,7 @@ class Row:
 
     def failed(self, cause: str, why: str, *, pauses: bool = True) -> None:
         """Count a failure; some in a row that pause it do so."""
-        self._metrics.tier_failures(self.name, cause).inc()
+        self.metrics.tier_failures(self.name, cause).inc()
         if self._log.news(self.name, cause):
             log.warning("tier %s: %s: %s; what it should have brought is computed", self.name,
                         cause, why)  # fmt: skip
@@ -188,7 +175,7 @@ class Row:
         return 0 if self._store is None else self._store.forget()
 
     def close(self) -> None:
-        """End the thread; no page of the pool is read or written afterwards, though a store hangs."""
+        """End the thread; the pool is not touched afterwards, though a store may hang."""
         with self._changed:
             self._is_closed = True
             self._copies.clear()
@@ -199,18 +186,18 @@ class Row:
 
     def _run(self) -> None:
         try:
-            self._store = self._make()
+            self._store = self.make()
         except OSError as error:
             self.failed("failed", str(error))
             self._paused_until = float("inf")
             return
-        mover = Mover(self._pool)
+        mover = Mover(self.pool)
         try:
             while (work := self._next()) is not None:
                 if isinstance(work, Load):
                     self._bring(work, mover)
                 elif work.is_torn:
-                    self._metrics.tier_pages(self.name, "torn").inc()
+                    self.metrics.tier_pages(self.name, "torn").inc()
                 else:
                     self._keep(work, mover)
                 self._is_busy = False
@@ -228,14 +215,14 @@ class Row:
             return self._loads.popleft() if self._loads else self._copies.popleft()
 
     def _keep(self, copy: Copy, mover: Mover) -> None:
-        store, source, form = self._store, copy.source, self._form
+        store, source, form = self._store, copy.source, self.form
         assert store is not None
         began_at = time.monotonic()
 
         def fill(view: memoryview) -> bool:
             if self._is_closed:
                 return False
-            mover.out(source.page, view[form.header_bytes :])
+            mover.copy(source, view[form.header_bytes :], outwards=True)
             form.seal(view, source.key, source.tokens, store.every)
             return not copy.is_torn
 
@@ -244,8 +231,8 @@ class Row:
         except OSError as error:
             kept = "failed"
             self.failed("full", str(error), pauses=False)
-        self._metrics.tier_pages(self.name, kept).inc()
-        left_s = form.object_bytes / self._bytes_per_s - (time.monotonic() - began_at)
+        self.metrics.tier_pages(self.name, kept).inc()
+        left_s = form.object_bytes / self.bytes_per_s - (time.monotonic() - began_at)
         if left_s > 0:
             with self._changed:
                 self._changed.wait_for(lambda: self._loads or self._is_closed, left_s)
@@ -262,8 +249,8 @@ class Row:
                 return
 
             def take(view: memoryview, source: Source = source) -> None:
-                body = self._form.body(view, source.key, source.tokens)
-                load.write(lambda: mover.into(source.page, body))
+                body = self.form.body(view, source.key, source.tokens)
+                load.write(lambda: mover.copy(source, body, outwards=False))
 
             try:
                 store.get(source.key, take)

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
-from worker.cache.tier.base import Fill, PageStore, Take
-from worker.cache.tier.objects import Corrupt
+from worker.transfer.tier.base import Fill, PageStore, Take
+from worker.transfer.tier.objects import Corrupt
 
 log = logging.getLogger("kvlane.tier")
 
@@ -59,18 +59,15 @@ class Directory(PageStore):
 
     name, every = "disk", 1
 
-    def __init__(
-        self, root: Path, owner: str, num_bytes: int, object_bytes: int, *, pinned: bool
-    ) -> None:
-        """pinned: memory by way of which objects are read and written is, for a GPU."""
+    def __init__(self, root: Path, owner: str, num_bytes: int, staged: Tensor) -> None:
+        """staged: [object_bytes] u8, by way of which objects are read and written."""
         self._root, self._own = root, root / owner
-        self._most_bytes, self._object_bytes = num_bytes, object_bytes
+        self._most_bytes, self._object_bytes = num_bytes, staged.numel()
         for folder in (root, self._own):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             stat = folder.stat()
             if stat.st_uid != os.geteuid() or stat.st_mode & 0o077:
                 raise PermissionError(f"{folder} is not ours alone: chmod 700, or take another")
-        staged = torch.empty(object_bytes, dtype=torch.uint8, pin_memory=pinned)
         self._staged = memoryview(staged.numpy().data).cast("B")
         self._lock = threading.Lock()
         self._files: OrderedDict[Path, int] = OrderedDict()  # sizes; least recently used first

@@ -9,10 +9,11 @@ import os
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
-from worker.cache.tier.base import Fill, PageStore, Take
+from worker.transfer.tier.base import Fill, PageStore, Take
 
 PAGE = 4096
 TOUCHED_BYTES = 64 << 20  # by a thread at once
@@ -51,12 +52,13 @@ class Arena(PageStore):
         with ThreadPoolExecutor(min(MOST_THREADS, len(parts))) as threads:
             list(threads.map(lambda part: part[::PAGE].zero_(), parts))
         if registered:
-            error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-            if int(error):
-                raise OSError(f"cudaHostRegister of {memory.numel()} bytes: error {int(error)}")
+            error = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+            if error:
+                raise OSError(f"cudaHostRegister of {memory.numel()} bytes: error {error}")
 
     @property
-    def num_bytes(self) -> int:
+    def num_bytes(self) -> int:  # kept
+        """Of the slots in use."""
         return len(self._used) * self._slot_bytes
 
     def exists(self, key: bytes) -> bool:
@@ -97,10 +99,14 @@ class Arena(PageStore):
         if self._is_registered:
             self._is_registered = False
             address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
-            torch.cuda.cudart().cudaHostUnregister(address)
+            _cudart().cudaHostUnregister(address)
         self._used.clear()
         self._free.clear()
 
     def _object(self, slot: int) -> memoryview:
         at = slot * self._slot_bytes
         return self._view[at : at + self._object_bytes]
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()

@@ -1,8 +1,11 @@
 """The objects that a tier keeps: a page of KV with all its regions, behind a header.
 
 A key is a hash over whose KV it is (the layout's identity, which covers the weights of model and
-drafter, and the rank), the salt, and all tokens of the text up to the page's end. The page's own
-tokens stand in the header and are compared, as everything else there: a store is never trusted.
+drafter), the salt, and all tokens of the text up to the page's end. The page's own tokens stand in
+the header and are compared, as everything else there: a store is never trusted.
+
+A snapshot of recurrent state is kept beside the page at whose end it was taken, in parts that are
+as long as a page, so that all objects are.
 """
 
 import struct
@@ -15,7 +18,7 @@ from typing import NamedTuple
 from worker.cache.prefix import Node
 
 MAGIC = b"kvlane\x00\x01"
-HEAD = struct.Struct("<8s32sQII")  # magic, key, bytes behind the header, checksum, every
+HEAD = struct.Struct("<8s32s16sQII")  # magic, key, owner, bytes behind, checksum, every
 KEY_BYTES = 32
 BLOCK = 4096  # bytes that a checksum takes at once
 
@@ -27,9 +30,22 @@ class Corrupt(Exception):
 class Form(NamedTuple):
     """Of all objects of a rank: they are equally long."""
 
-    owner: bytes  # whose KV, by `owner_of`
+    layout_hash: str
+    rank: int
+    tp_size: int
     page_size: int  # tokens
     page_bytes: int  # of all regions of this rank
+    state_bytes: int  # of a slot of recurrent state; 0: none
+
+    @property
+    def owner(self) -> str:
+        """Whose KV it is, for people and as the name of a folder."""
+        return f"{self.layout_hash}-{self.rank}of{self.tp_size}"
+
+    @property
+    def num_parts(self) -> int:
+        """Objects of a snapshot."""
+        return -(-self.state_bytes // self.page_bytes)
 
     @property
     def header_bytes(self) -> int:
@@ -44,7 +60,8 @@ class Form(NamedTuple):
     def seal(self, view: memoryview, key: bytes, tokens: Sequence[int], every: int) -> None:
         """Write the header of an object whose bytes are there; every: see `checksum`."""
         body = view[self.header_bytes :]
-        HEAD.pack_into(view, 0, MAGIC, key, self.page_bytes, checksum(body, every), every)
+        crc = checksum(body, every)
+        HEAD.pack_into(view, 0, MAGIC, key, self._owner, self.page_bytes, crc, every)
         text = array("I", tokens).tobytes()
         view[HEAD.size : HEAD.size + len(text)] = text
 
@@ -52,8 +69,8 @@ class Form(NamedTuple):
         """The page in an object; raises Corrupt unless it is what was kept of these tokens."""
         if len(view) != self.object_bytes:
             raise Corrupt(f"{len(view)} bytes, not {self.object_bytes}")
-        magic, of, num_bytes, crc, every = HEAD.unpack_from(view)
-        if (magic, of, num_bytes) != (MAGIC, key, self.page_bytes) or not every:
+        *said, crc, every = HEAD.unpack_from(view)
+        if said != [MAGIC, key, self._owner, self.page_bytes] or not every:
             raise Corrupt("its header is another's")
         text = array("I", tokens).tobytes()
         if view[HEAD.size : HEAD.size + len(text)] != text:
@@ -62,6 +79,10 @@ class Form(NamedTuple):
         if checksum(body, every) != crc:
             raise Corrupt("its checksum is wrong")
         return body
+
+    @property
+    def _owner(self) -> bytes:
+        return blake2b(self.owner.encode(), digest_size=16).digest()
 
 
 def checksum(body: memoryview, every: int) -> int:
@@ -74,14 +95,23 @@ def checksum(body: memoryview, every: int) -> int:
     return crc
 
 
-def owner_of(layout_hash: str, tp_size: int, rank: int) -> bytes:
-    """Whose KV a rank's is; the name of its part of a directory."""
-    return f"{layout_hash}-{rank}of{tp_size}".encode()
+class Source(NamedTuple):
+    """An object by its key, with its page's tokens, and where it is in the pool."""
+
+    key: bytes
+    tokens: tuple[int, ...]
+    place: int  # a page, or a slot
+    part: int = -1  # of the slot; -1: it is a page
 
 
-def first_key(owner: bytes, salt: str) -> bytes:
+def first_key(layout_hash: str, salt: str) -> bytes:
     """Of the empty text of a salt."""
-    return blake2b(salt.encode(), key=blake2b(owner).digest(), digest_size=KEY_BYTES).digest()
+    return blake2b(salt.encode(), key=layout_hash.encode(), digest_size=KEY_BYTES).digest()
+
+
+def part_key(key: bytes, part: int) -> bytes:
+    """Of a part of the snapshot behind the page of that key."""
+    return blake2b(key, key=b"state %d" % part, digest_size=KEY_BYTES).digest()
 
 
 def next_key(key: bytes, tokens: Sequence[int]) -> bytes:
@@ -89,7 +119,7 @@ def next_key(key: bytes, tokens: Sequence[int]) -> bytes:
     return blake2b(key + array("I", tokens).tobytes(), digest_size=KEY_BYTES).digest()
 
 
-def key_of(node: Node, owner: bytes) -> bytes:
+def key_of(node: Node, layout_hash: str) -> bytes:
     """Of a node of a prefix tree, which keeps it."""
     missing: list[Node] = []
     while node.parent is not None and not node.digest:
@@ -100,7 +130,7 @@ def key_of(node: Node, owner: bytes) -> bytes:
         tokens = below.key
         if below.depth == 1:
             salt = tokens[0] if isinstance(tokens[0], str) else ""
-            digest, tokens = first_key(owner, salt), tokens[bool(salt) :]
+            digest, tokens = first_key(layout_hash, salt), tokens[bool(salt) :]
         below.digest = digest = next_key(digest, [int(token) for token in tokens])
     return digest
 
