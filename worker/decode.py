@@ -116,7 +116,7 @@ class DecodeLoop:
                 self.requests.fetch_ended(fetch)
         if (tier := self._engine.tier) is not None and tier.loads:
             for loading in tier.poll(now):
-                self.requests.loaded(loading)
+                self.requests.fetch_ended(loading)
         if self.requests.deferred.waiting or self.queues.preempted:
             self.requests.resume()
         num_arriving = len(self._inbound.fetches)

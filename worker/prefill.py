@@ -75,8 +75,8 @@ class PrefillLoop(Role):
         self._announce_groups(flight.running)
         if self._tier is not None and self._tier.loads:
             for loading in self._tier.poll(now):
-                self.scheduler.loaded(loading.request)
-                self._outbound.announce_found(loading.request)
+                self.scheduler.loaded(loading.req)
+                self._outbound.announce_found(loading.req)
         if flight.launch_due():
             began_at = time.monotonic()
             if (plan := self.scheduler.plan(began_at)) is not None:

@@ -1,4 +1,4 @@
-"""`kvlane cache`: where KV that prompts began with was found, what each tier keeps, and forget."""
+"""`kvlane cache`: where KV that prompts began with was found, what tiers keep, and forget."""
 
 import sys
 from collections import defaultdict
@@ -23,7 +23,7 @@ Sums = dict[str, float]
 
 
 def show(server: Server, *, forget: bool) -> None:
-    """Print a row for each worker; forget: first have all of them delete what no request uses.
+    """Print a row a worker; forget: first have all of them delete what no request uses.
 
     Raises WorldError if there is no answer, or no leave.
     """

@@ -60,8 +60,16 @@ def expected(alone: Running) -> list[list[int]]:
     return [ids(alone.client.generate([each], GREEDY))[0] for each in prompts()]
 
 
-def engine_of(cluster: Running, role: str = "decode") -> Engine:
-    return cluster.workers[f"{role}-0"].engine
+def engine_of(cluster: Running) -> Engine:
+    return cluster.workers["decode-0"].engine
+
+
+def store_of(cluster: Running, number: int = 0) -> Any:
+    """The first store of a decode worker, once it is made."""
+    tier = cluster.workers[f"decode-{number}"].engine.tier
+    assert tier is not None
+    until(lambda: tier.rows[0]._store is not None)
+    return tier.rows[0]._store
 
 
 def computed(cluster: Running) -> float:
@@ -244,7 +252,7 @@ def test_the_directory_outlives_its_worker_and_serves_another(expected, tmp_path
         one_by_one(cluster, prompts())
         cold = computed(cluster)
     with running(tiered(tier), num_prefill=0) as cluster:
-        until(lambda: engine_of(cluster).tier.rows[0]._store is not None)
+        store_of(cluster)
         assert one_by_one(cluster, prompts()) == expected
         assert computed(cluster) < cold / 4
     files = [each for each in (tmp_path / "tier").rglob("*.kv")]
@@ -261,8 +269,8 @@ def test_what_one_worker_has_kept_another_finds_while_both_run(expected, tmp_pat
         first, second = cluster.client.decodes
         ids(cluster.client.generate(prompts()[:1], GREEDY, decode=first))
         copied(cluster)
-        store = cluster.workers["decode-1"].engine.tier.rows[0]
-        until(lambda: store._store is not None and len(store._store._own_keys) >= 9)
+        store = store_of(cluster, 1)
+        until(lambda: len(store._own_keys) >= 9)
         assert ids(cluster.client.generate(prompts()[:1], GREEDY, decode=second)) == expected[:1]
         assert value(cluster.workers["decode-1"].engine.metrics.tier_tokens("disk")) == 144
 
@@ -275,7 +283,7 @@ def test_other_weights_find_nothing(tmp_path: Path) -> None:
         config = tiered(tier)
         config["model"] |= {"load_format": "dummy", "seed": seed}
         with running(config, num_prefill=0) as cluster:
-            until(lambda: engine_of(cluster).tier.rows[0]._store is not None)
+            store_of(cluster)
             one_by_one(cluster, prompts(2))
             found.append(value(engine_of(cluster).metrics.tier_tokens("disk")))
     assert found[0] == found[1] == 0 < found[2]
@@ -311,6 +319,7 @@ def test_ranks_keep_and_bring_their_own_heads(kind: str, expected, tmp_path: Pat
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_snapshots_of_recurrent_layers_come_with_their_pages(mode: str, tmp_path: Path) -> None:
     """Law 10: both at the same end of a text, or neither."""
+
     def hybrid(tier: dict[str, Any], **engine: object) -> dict[str, Any]:
         made = tiered(tier, mode, num_pages=44, state_slots=4, **engine)
         made["model"] = {"path": "tiny-hybrid"}
@@ -327,4 +336,6 @@ def test_snapshots_of_recurrent_layers_come_with_their_pages(mode: str, tmp_path
         before = computed(cluster)
         assert one_by_one(cluster, asked) == cold
         assert computed(cluster) - before < computed_cold / 2
-        assert sum(value(each.engine.metrics.tier_tokens("disk")) for each in cluster.workers.values())
+        assert sum(
+            value(each.engine.metrics.tier_tokens("disk")) for each in cluster.workers.values()
+        )

@@ -1,7 +1,7 @@
 """Agents' conversations, of a dense model and of one with recurrent layers: what each prefills.
 
     python -m tests.fault.conversations --out results
-    python -m tests.fault.conversations --tiers --prefill 0 --decode 1 --scale 0.25 --out results
+    python -m tests.fault.conversations --tiers --prefill 0 --decode 1 --pause-s 2 --out results
     python -m tests.fault.conversations --scale 0.25 --set disaggregation.mode=always --out results
 
 One cluster after another serves the same trace: sessions with a system prompt in common, of which
@@ -15,6 +15,7 @@ conversations; 1 if a tier saves less than two thirds of the tokens. Runs as tes
 import argparse
 import asyncio
 import json
+import math
 import random
 import sys
 import tempfile
@@ -33,6 +34,9 @@ from tests.support.prompts import TINY
 MOST, LEAST_SAVED = 1.1, 3.0
 POOL, PAGE = 3, 16  # conversations are so many times as large as the pool; tokens of a page
 SYSTEM, ASKED, ANSWER, RESULT = 4096, 90, (40, 120), (100, 1500)  # tokens
+# With --tiers (median, sigma) of a lognormal: what TraceLab's agents send, by a sixteenth: the
+# system prompt is 2,048 tokens.
+FILES, APPENDED, SAID, MOST_DRAWN = (312, 1.48), (50, 1.43), (19, 1.0), 3125
 MAX_LEN = 65_536
 COUNTED = ("computed", "queried", "cached", "recomputed")
 
@@ -66,17 +70,25 @@ async def converse(http: aiohttp.ClientSession, url: str, options: Any, number: 
     def text(of: random.Random, *between: int) -> list[int]:
         return of.choices(range(5, 1000), k=max(1, int(of.randint(*between) * options.scale)))
 
+    def drawn(median: float, sigma: float) -> list[int]:
+        num = min(MOST_DRAWN, int(own.lognormvariate(math.log(median), sigma)))
+        return text(own, num, num)
+
     tokens = text(random.Random(options.seed), SYSTEM, SYSTEM) + text(own, ASKED, ASKED)
+    if options.tiers:
+        tokens = tokens[: int(SYSTEM // 2 * options.scale)] + drawn(*FILES)
     for _ in range(options.turns):
         if options.pause_s:
             await asyncio.sleep(own.expovariate(1 / options.pause_s))
-        body = {"prompt": tokens, "max_tokens": len(text(own, *ANSWER)), "temperature": 0}
+        said = drawn(*SAID) if options.tiers else text(own, *ANSWER)
+        body = {"prompt": tokens, "max_tokens": len(said), "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True}
         async with http.post(f"{url}/v1/completions", json=body) as response:
             answer = await response.json()
             assert response.status == 200, answer
         num_asked += len(tokens)
-        tokens += answer["choices"][0]["token_ids"] + text(own, *RESULT)
+        tokens += answer["choices"][0]["token_ids"]
+        tokens += drawn(*APPENDED) if options.tiers else text(own, *RESULT)
     return num_asked
 
 
@@ -101,8 +113,9 @@ async def measured(url: str, options: argparse.Namespace) -> dict[str, float]:
 
 def pool_pages(options: argparse.Namespace) -> int:
     """Pages that hold a POOL-th of what all sessions are in the end."""
-    mean = ASKED + options.turns * (sum(ANSWER) + sum(RESULT)) / 2
-    return int(options.scale * (SYSTEM + options.sessions * mean) / PAGE / POOL)
+    files, appended, said = (m * math.exp(s * s / 2) for m, s in (FILES, APPENDED, SAID))
+    mean = files + options.turns * (appended + said)
+    return int(options.scale * (SYSTEM // 2 + options.sessions * mean) / PAGE / POOL)
 
 
 def compare_tiers(options: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Candidate, Generate, PeerId
+from worker.cache.hold import Hold
 from worker.config import DisaggregationConfig
 from worker.draw.grammar import Grammars
 from worker.errors import Busy, KvlaneError, UserError
@@ -120,7 +121,7 @@ class Admission:
             return
         tier = None if looked else self._engine.tier
         if tier is not None and tier.begin(req, req.hold, req.tokens, num_stored):
-            return  # `Requests.loaded` goes on
+            return  # `found` goes on
         now, peers = time.monotonic(), self._inbound.peers
         candidates = peers.eligible(req.candidates)
         inputs = PlacementInputs(
@@ -154,6 +155,14 @@ class Admission:
             self._engine.metrics.placed("remote").inc()
         else:
             self.place_locally(req, "alone")
+
+    def found(self, req: Req, hold: Hold) -> None:
+        """Go on with a request for which a tier has brought what it had."""
+        req.num_computed_tokens = hold.num_matched
+        if len(req.tokens) == req.num_prompt_tokens:
+            snapshots = self._engine.book.snapshots
+            req.num_cached_tokens = snapshots.resumable(hold, len(req.tokens) - 1)
+        self.place(req, looked=True)
 
     def place_locally(self, req: Req, why: str) -> None:
         """Prefill the rest here; `why`, for the metric: "local" (cheaper), "alone", "fallback"."""

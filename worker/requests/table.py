@@ -124,27 +124,17 @@ class Requests:
             if found and req.phase is not Phase.FINISHED:
                 self.replies.scores(req, found)
 
-    def fetch_ended(self, fetch: Fetch) -> None:
+    def fetch_ended(self, fetch: Fetch | Loading[Req]) -> None:
         """Go on with a fetch's request: KV landed, or no worker is left to ask, or it shall end."""
         req = fetch.req
         if fetch.ending is not None:
             self.end(req, fetch.ending)
+        elif isinstance(fetch, Loading):
+            self.admission.found(req, fetch.hold)
         elif fetch.landed:
             self.admission.queue_for_row(req)
         else:
             self.admission.place_locally(req, "fallback")
-
-    def loaded(self, loading: Loading[Req]) -> None:
-        """Go on with a request for which a tier has brought what it had."""
-        req = loading.request
-        if isinstance(loading.ending, FinishReason):
-            self.end(req, loading.ending)
-            return
-        req.num_computed_tokens = loading.hold.num_matched
-        if len(req.tokens) == req.num_prompt_tokens:
-            snapshots, most = self._engine.book.snapshots, len(req.tokens) - 1
-            req.num_cached_tokens = snapshots.resumable(loading.hold, most)
-        self.admission.place(req, looked=True)
 
     def lose(self, peer: PeerId) -> None:
         """Forget a router or a prefill worker that is gone; end the router's requests."""

@@ -12,6 +12,7 @@ from worker.config.checkpoint.shape import ModelShape
 from worker.errors import Unsupported, UserError
 from worker.start.engine import Engine
 from worker.start.memory import GIB
+from worker.transfer.tier.ahead import CopyAhead
 from worker.transfer.tier.arena import PAGE, Arena
 from worker.transfer.tier.base import PageStore
 from worker.transfer.tier.directory import Directory
@@ -74,10 +75,8 @@ def add_tier(engine: Engine) -> None:
     engine.rows = rows
     if group.rank == 0:
         book, meter = engine.book, engine.meter
-        engine.tier = Tier(
-            book, form, rows, engine.metrics, lambda: meter.prefill_s_per_token,
-            engine.tell_ranks, lambda: meter.num_steps,
-        )  # fmt: skip
+        rest = engine.metrics, engine.tell_ranks, lambda: meter.num_steps
+        engine.tier = Tier(CopyAhead(book, form, rows, *rest), lambda: meter.prefill_s_per_token)
 
 
 def _directory(tier: TierConfig, form: Form, on_gpu: bool) -> PageStore:

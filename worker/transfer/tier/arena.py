@@ -22,7 +22,7 @@ SAMPLED = 16  # our own memory: a sixteenth of its blocks is checked
 
 
 class Arena(PageStore):
-    """num_bytes of host memory for objects of object_bytes each; at least one fits."""
+    """num_bytes of host memory for objects of one length; at least one fits."""
 
     name, every = "host", SAMPLED
 
@@ -92,7 +92,7 @@ class Arena(PageStore):
     def forget(self, key: bytes = b"") -> int:
         with self._lock:
             keys = [key] if key in self._used else [] if key else [*self._used]
-            self._free += [self._used.pop(each) for each in keys]
+            self._free += [self._used.pop(x) for x in keys]
         return len(keys)
 
     def close(self) -> None:

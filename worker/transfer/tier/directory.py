@@ -120,7 +120,7 @@ class Directory(PageStore):
         take(self._staged)
 
     def forget(self, key: bytes = b"") -> int:
-        paths = [self._path(key)] if key else [self._path(each) for each in list(self._own_keys)]
+        paths = [self._path(key)] if key else [self._path(x) for x in list(self._own_keys)]
         for path in paths:
             path.unlink(missing_ok=True)
             self._leave_out(path)
@@ -172,9 +172,9 @@ class Directory(PageStore):
     def _look(self) -> None:
         with self._lock:
             self._put_meanwhile.clear()
-        found = sorted(each for each in objects_below(self._root) if _is_named(each.path))
+        found = sorted(x for x in objects_below(self._root) if _is_named(x.path))
         with self._lock:
-            files = {each.path: each.num_bytes for each in found} | self._put_meanwhile
+            files = {x.path: x.num_bytes for x in found} | self._put_meanwhile
             self._files = OrderedDict(files)
             self.num_bytes = sum(files.values())
             own = (path.stem for path in files if path.parent == self._own)

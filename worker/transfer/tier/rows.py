@@ -43,7 +43,7 @@ class Copy(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """Pages on their way into the pool, one after the other, each from the row that has it."""
+    """Pages on their way into the pool, one after the other, from the rows that have them."""
 
     parts: Sequence[tuple["Row", Source]]
     num_loaded: int = 0  # pages that are here and verified

@@ -12,33 +12,28 @@ leader of a worker's ranks: they copy what it names, and a page is here once it 
 import itertools
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from worker.cache.book import PageBook
+from worker.api import FinishReason
 from worker.cache.hold import Hold
-from worker.cache.prefix import Node, Watcher
 from worker.cache.snapshots import give_back
 from worker.errors import OutOfPages
-from worker.observe.metrics import WorkerMetrics
+from worker.transfer.tier.ahead import CopyAhead
 from worker.transfer.tier.objects import (
-    Form,
     Source,
     first_key,
     key_of,
     next_key,
     part_key,
-    tokens_of,
 )
-from worker.transfer.tier.ranks import Cancel, Forget, Keep, Loaded, LoadPages, TierOrder
-from worker.transfer.tier.rows import Copy, Load, Row
+from worker.transfer.tier.ranks import Cancel, Forget, Loaded, LoadPages
+from worker.transfer.tier.rows import Load
 
 MIN_S = 0.25  # that a load may take at least; else as long as computing its tokens
 UNMEASURED_S = 2.0
 POLL_S = 5e-3  # the end of a load wakes the loop; this is for what never ends
-OFFERED = 64  # pages of a turn; hashing them must not delay a step
 PAUSING = ("late", "failed", "corrupt")
 
 Request = TypeVar("Request")
@@ -49,7 +44,7 @@ Found = tuple[int, bytes, tuple[int, ...]]  # number of a row, key and tokens
 class Loading(Generic[Request]):
     """A request whose prompt goes on in a tier."""
 
-    request: Request
+    req: Request
     hold: Hold
     tokens: Sequence[int]
     pages: list[Found]  # behind those in `hold`
@@ -62,7 +57,7 @@ class Loading(Generic[Request]):
     load: Load | None = None  # None: its pages still cool
     ranks: set[int] = field(default_factory=set[int])  # that have not answered
     least: int = 1 << 60  # objects that they have loaded
-    ending: object = None  # why the request ends; None: it goes on
+    ending: FinishReason | None = None  # why the request ends; None: it goes on
 
     @property
     def is_over(self) -> bool:
@@ -71,24 +66,19 @@ class Loading(Generic[Request]):
 
 
 @dataclass(eq=False)
-class Tier(Watcher, Generic[Request]):
-    """Rows below a pool, the nearest first."""
+class Tier(Generic[Request]):
+    """Rows below a pool, the nearest first; `ahead` fills them."""
 
-    book: PageBook
-    form: Form
-    rows: Sequence[Row]
-    metrics: WorkerMetrics
+    ahead: CopyAhead
     s_per_token: Callable[[], float]  # of prefill; 0: not measured yet
-    tell: Callable[[TierOrder], None]  # to the other ranks
-    num_settled: Callable[[], int]  # steps
 
     def __post_init__(self) -> None:
-        """Watch the book."""
+        """Begin with nothing."""
         self.loads: dict[Request, Loading[Request]] = {}
+        ahead = self.ahead
+        self.book, self.rows, self._metrics = ahead.book, ahead.rows, ahead.metrics
+        self._form, self._tell, self._num_settled = ahead.form, ahead.tell, ahead.num_settled
         self._numbers = itertools.count(1)
-        self._fresh: dict[Node, None] = {}  # in order
-        self._dropped: OrderedDict[bytes, None] = OrderedDict()  # keys of pages, lately
-        self.book.tree.watcher = self.book.snapshots.watcher = self
 
     def wakes(self, wake: Callable[[], None]) -> None:
         """Have `wake` called, by other threads, when a load has ended."""
@@ -98,7 +88,7 @@ class Tier(Watcher, Generic[Request]):
     @property
     def idle(self) -> bool:
         """Whether nothing is copied, in either direction."""
-        return not self._fresh and not self.loads and all(row.idle for row in self.rows)
+        return self.ahead.idle and not self.loads and all(row.idle for row in self.rows)
 
     def begin(self, request: Request, hold: Hold, tokens: Sequence[int], max_tokens: int) -> bool:
         """Load what follows the pages that `hold` has matched; False: no tier has that.
@@ -126,7 +116,7 @@ class Tier(Watcher, Generic[Request]):
         self.loads[request] = loading
         return True
 
-    def cancel(self, request: Request, ending: object = True) -> bool:
+    def cancel(self, request: Request, ending: FinishReason = FinishReason.ABORT) -> bool:
         """Whether something is loaded for a request that ends; `poll` returns that as any other."""
         if (loading := self.loads.get(request)) is None:
             return False
@@ -145,7 +135,7 @@ class Tier(Watcher, Generic[Request]):
                 loading.load.cancel("late" if loading.ending is None else "unwanted")
                 loading.until = math.inf
                 if loading.ranks:
-                    self.tell(Cancel(loading.number))
+                    self._tell(Cancel(loading.number))
             if loading.is_over:
                 self._end(loading)
                 ended.append(loading)
@@ -153,67 +143,41 @@ class Tier(Watcher, Generic[Request]):
 
     def on(self, answer: Loaded) -> None:
         """Another rank's part of a load is over."""
-        loading = next(each for each in self.loads.values() if each.number == answer.number)
+        (loading,) = (x for x in self.loads.values() if x.number == answer.number)
         loading.ranks.discard(answer.rank)
         loading.least = min(loading.least, answer.num_loaded)
 
     def tend(self) -> float:
-        """Have pages copied that have settled lately; how long the loop may wait, s."""
-        for _ in range(min(OFFERED, len(self._fresh))):
-            node = next(iter(self._fresh))
-            del self._fresh[node]
-            if not node.page:
-                continue
-            key, tokens = key_of(node, self.form.layout_hash), tokens_of(node)
-            self._offer([Source(key, tokens, node.page)], self.book.watched)
-            if node.state:
-                parts = (part_key(key, i) for i in range(self.form.num_parts))
-                sources = [Source(of, tokens, node.state, i) for i, of in enumerate(parts)]
-                self._offer(sources, self.book.snapshots.watched)
-        return 0.0 if self._fresh else POLL_S if self.loads else math.inf
-
-    def entered(self, node: Node) -> None:
-        self._fresh[node] = None
-
-    def evicted(self, node: Node) -> None:
-        key = key_of(node, self.form.layout_hash)
-        is_kept = self._row_of(key) is not None
-        self.metrics.tier_evicted("kept" if is_kept else "dropped").inc()
-        if not is_kept:
-            self._dropped[key] = None
-            if len(self._dropped) > 2 * self.book.num_pages:
-                self._dropped.popitem(last=False)
+        """Have copied what has settled lately; how long the loop may wait, s."""
+        self.ahead.offer()
+        return math.inf if self.ahead.idle and not self.loads else POLL_S * self.ahead.idle
 
     def forget(self) -> None:
         """Delete all that the rows have."""
-        self._fresh.clear()
-        self.tell(Forget())
+        self.ahead.fresh.clear()
+        self._tell(Forget())
         for row in self.rows:
             row.forget()
 
     def close(self) -> None:
         """End all rows; the pool is not touched any more."""
-        self.book.tree.watcher = self.book.snapshots.watcher = None
+        self.ahead.end()
         for loading in self.loads.values():
             if loading.load is not None:
                 loading.load.cancel("closed")
         for row in self.rows:
             row.close()
 
-    def _row_of(self, key: bytes) -> int | None:
-        """The first row that has an object."""
-        return next((i for i, row in enumerate(self.rows) if row.has(key)), None)
-
     def _pages(self, hold: Hold, tokens: Sequence[int], max_tokens: int) -> Iterator[Found]:
-        size, key = self.book.page_size, first_key(self.form.layout_hash, hold.salt)
+        size, key = self.book.page_size, first_key(self._form.layout_hash, hold.salt)
         if hold.nodes:
-            key = key_of(hold.nodes[-1], self.form.layout_hash)
+            key = key_of(hold.nodes[-1], self._form.layout_hash)
         for start in range(len(hold.nodes) * size, max_tokens - size + 1, size):
             text = tuple(tokens[start : start + size])
             key = next_key(key, text)
-            row = self._row_of(key)
+            row = self.ahead.row_of(key)
             if row is None:
-                self.metrics.tier_early.inc(key in self._dropped)
+                self._metrics.tier_early.inc(key in self.ahead.dropped)
                 return
             yield row, key, text
 
@@ -228,24 +192,13 @@ class Tier(Watcher, Generic[Request]):
             if depth > num_nodes:
                 key = pages[depth - num_nodes - 1][1]
             else:
-                key = key_of(hold.nodes[depth - 1], self.form.layout_hash)
-            keys = [part_key(key, part) for part in range(self.form.num_parts)]
-            rows = [self._row_of(of) for of in keys]
+                key = key_of(hold.nodes[depth - 1], self._form.layout_hash)
+            keys = [part_key(key, part) for part in range(self._form.num_parts)]
+            rows = [self.ahead.row_of(of) for of in keys]
             if None not in rows:
                 return depth, [(row, of, text) for row, of in zip(rows, keys, strict=True)
                                if row is not None]  # fmt: skip
         return 0, []
-
-    def _offer(self, sources: Sequence[Source], watched: dict[int, object]) -> None:
-        """Have objects of one place copied by the rows that lack them."""
-        mark = object()
-        for source in sources:
-            lacking = [i for i, row in enumerate(self.rows) if not row.has(source.key)]
-            if lacking:
-                watched[source.place] = mark
-                for number in lacking:
-                    self.rows[number].offer(Copy(source, watched, mark))
-                self.tell(Keep(tuple(lacking), source, self.num_settled()))
 
     def _bind(self, loading: Loading[Request]) -> None:
         """Give a load its pages, once so many have cooled, and begin it."""
@@ -267,19 +220,19 @@ class Tier(Watcher, Generic[Request]):
         ]
         loading.load = load = Load([(self.rows[row], source) for row, source in parts])
         loading.number = next(self._numbers)
-        loading.ranks = set(range(1, self.form.tp_size))
-        self.tell(LoadPages(loading.number, tuple(parts), self.num_settled()))
+        loading.ranks = set(range(1, self._form.tp_size))
+        self._tell(LoadPages(loading.number, tuple(parts), self._num_settled()))
         load.parts[0][0].load(load)
 
     def _end(self, loading: Loading[Request]) -> None:
         """Give the tree what has come, and the request's hold its place behind that."""
-        del self.loads[loading.request]
+        del self.loads[loading.req]
         load, hold, book = loading.load, loading.hold, self.book
         assert load is not None
         num_objects = min(load.num_loaded, loading.least)
         num_pages = min(num_objects, len(loading.pages))
         for row, _ in load.parts[:num_pages]:
-            self.metrics.tier_tokens(row.name).inc(book.page_size)
+            self._metrics.tier_tokens(row.name).inc(book.page_size)
         wanted = len(loading.pages) + len(loading.state)
         row = next((row for row in self.rows if row.name == load.row), self.rows[0])
         cause = load.cause or ("absent" if num_objects < wanted else "")  # at another rank
