@@ -2,12 +2,16 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from prometheus_client import generate_latest
 
+from cluster.clients import cache
+from tests.support.books import check_book
+from tests.support.engines import value
 from tests.support.patience import until
 from worker.cache.book import PageBook
 from worker.cache.eight_bits import fill_noise
@@ -15,6 +19,7 @@ from worker.cache.layout import KVLayout, KVRegion, StateRegion
 from worker.cache.pool import KVPool
 from worker.observe.metrics import WorkerMetrics
 from worker.plan import Chunk, Plan, RowPages
+from worker.transfer.tier.ahead import CopyAhead
 from worker.transfer.tier.arena import Arena
 from worker.transfer.tier.directory import Directory
 from worker.transfer.tier.objects import (
@@ -28,6 +33,7 @@ from worker.transfer.tier.objects import (
 )
 from worker.transfer.tier.ranks import Keep, Loaded, LoadPages, RankTier
 from worker.transfer.tier.rows import Copy, Load, Row
+from worker.transfer.tier.tier import Tier
 
 CPU = torch.device("cpu")
 PAGE = 16
@@ -267,6 +273,116 @@ def test_a_cancelled_load_writes_no_page_though_its_store_wakes(pool: KVPool, ma
     until(lambda: row.idle)
     assert bytes_of(pool, 9) == before
     row.close()
+
+
+def tier_of(pool: KVPool, row: Row, book: PageBook) -> Tier[str]:
+    ahead = CopyAhead(book, form_of(pool), [row], row.metrics, lambda order: None, lambda: 0)
+    return Tier(ahead, lambda: 1.0)
+
+
+def kept_text(tier: Tier[str], row: Row, tokens: Sequence[int], *, forget: bool = True) -> None:
+    """Have a text's pages copied, as after a request, and then evicted."""
+    hold = tier.book.open(tokens, len(tokens), max_matched=len(tokens) - 1)
+    assert hold is not None
+    tier.book.bind(hold, len(tokens))
+    tier.book.commit(hold, tokens)
+    tier.book.close(hold)
+    tier.tend()
+    until(lambda: row.idle)
+    if forget:
+        tier.book.forget()
+
+
+def test_a_load_writes_to_no_page_that_a_step_may_read(pool: KVPool, make: Make) -> None:
+    """Law 2: freed pages cool until the last step launched before has settled."""
+    row, book, text = row_of(pool, make), PageBook(6, PAGE), [*range(3 * PAGE)]
+    tier = tier_of(pool, row, book)
+    kept_text(tier, row, text)
+    book.launched(1)
+    kept_text(tier, row, [7] * (5 * PAGE))  # all pages cool
+    hold = book.open(text, len(text), max_matched=len(text) - 1)
+    assert hold is not None
+    assert tier.begin("a", hold, text, len(text) - 1)
+    assert tier.poll(0.0) == []
+    assert not hold.private
+    book.settled(1)
+    until(lambda: bool(tier.poll(0.0)) or not tier.loads)
+    assert hold.num_matched == 2 * PAGE
+    check_book(book, [hold])
+    book.close(hold)
+    tier.close()
+
+
+def test_the_same_prefix_may_come_by_another_way_meanwhile(pool: KVPool, make: Make) -> None:
+    """Law 6: who has it first keeps it, and the other's pages stay its own."""
+    row, book, text = row_of(pool, make), PageBook(24, PAGE), [*range(3 * PAGE)]
+    tier = tier_of(pool, row, book)
+    kept_text(tier, row, text)
+    holds = [book.open(text, len(text), max_matched=len(text) - 1) for _ in range(2)]
+    first, second = (hold for hold in holds if hold is not None)
+    assert tier.begin("a", first, text, len(text) - 1)
+    book.bind(second, len(text))
+    book.commit(second, text)
+    until(lambda: bool(tier.poll(0.0)) or not tier.loads)
+    check_book(book, [first, second])
+    assert first.num_matched == 2 * PAGE
+    assert set(first.pages) == first.private
+    assert not set(first.pages) & set(second.pages)
+    book.close(second)
+    book.close(first)
+    check_book(book, [])
+    tier.close()
+
+
+@pytest.mark.parametrize("salt", ["", "b"])
+def test_a_text_is_found_under_its_own_salt_alone(salt: str, pool: KVPool, make: Make) -> None:
+    """Law 11."""
+    row, book, text = row_of(pool, make), PageBook(24, PAGE), [*range(3 * PAGE)]
+    tier = tier_of(pool, row, book)
+    kept_text(tier, row, text)
+    hold = book.open(text, len(text), max_matched=len(text) - 1, salt=salt)
+    assert hold is not None
+    assert tier.begin("a", hold, text, len(text) - 1) == (not salt)
+    tier.cancel("a")
+    until(lambda: bool(tier.poll(0.0)) or not tier.loads)
+    book.close(hold)
+    check_book(book, [])
+    tier.close()
+
+
+def test_a_closed_row_touches_no_page_though_its_store_hangs(pool: KVPool, make: Make) -> None:
+    row, book, text = row_of(pool, make), PageBook(24, PAGE), [*range(3 * PAGE)]
+    tier = tier_of(pool, row, book)
+    kept_text(tier, row, text)
+    goes_on, store = threading.Event(), row._store
+    assert store is not None
+    get = store.get
+    store.get = lambda key, take: get(key, take) if goes_on.wait(60) else None  # type: ignore[method-assign]
+    hold = book.open(text, len(text), max_matched=len(text) - 1)
+    assert hold is not None
+    assert tier.begin("a", hold, text, len(text) - 1)
+    assert tier.poll(0.0) == []
+    before = [bytes_of(pool, page) for page in hold.pages]
+    tier.close()
+    goes_on.set()
+    row._thread.join()
+    assert [bytes_of(pool, page) for page in hold.pages] == before
+
+
+def test_what_is_dropped_and_asked_for_again_counts(pool: KVPool, make: Make) -> None:
+    row, book, text = row_of(pool, make), PageBook(24, PAGE), [*range(3 * PAGE)]
+    tier = tier_of(pool, row, book)
+    kept_text(tier, row, text, forget=False)
+    row.forget()
+    book.forget()
+    hold = book.open(text, len(text), max_matched=len(text) - 1)
+    assert hold is not None
+    assert not tier.begin("a", hold, text, len(text) - 1)
+    assert value(row.metrics.tier_evicted("dropped")) == 3
+    assert value(row.metrics.tier_early) == 1
+    page = generate_latest(row.metrics.registry).decode()
+    assert cache.row_of(page)[-3:] == ("3", "1", "0")
+    tier.close()
 
 
 def test_a_rank_keeps_nothing_that_a_later_order_may_write(pool: KVPool, make: Make) -> None:
