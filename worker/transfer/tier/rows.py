@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -49,6 +49,7 @@ class Load:
     num_loaded: int = 0  # pages that are here and verified
     cause: str = ""  # why it ended early
     row: str = ""  # which row was asked last
+    began_at: float = 0.0  # monotonic; 0: not yet
     is_over: bool = False  # nothing is written any more
     _cancelled: bool = False
     _writes: bool = False
@@ -121,7 +122,8 @@ class Row:
         self._changed = threading.Condition()
         self._copies: deque[Copy] = deque()
         self._loads: deque[Load] = deque()
-        self._is_closed = self._is_busy = False
+        self._is_closed = self._is_busy = self._forgets = False
+        self.moved_at = 0.0  # when a call of the store's has returned, monotonic
         self._num_failures, self._paused_until = 0, 0.0
         self._log, series = Seldom(), self.metrics.tier_bytes(self.name)
         series.set_function(lambda: self._store.num_bytes if self._store else 0)
@@ -131,12 +133,14 @@ class Row:
     @property
     def idle(self) -> bool:
         """Whether nothing is copied or waits for it."""
-        return not (self._copies or self._loads or self._is_busy)
+        return not (self._copies or self._loads or self._is_busy or self._forgets)
 
     def has(self, key: bytes) -> bool:
         """Whether an object seems to be there, and can be asked for."""
         store = self._store
-        return store is not None and store.exists(key) and time.monotonic() >= self._paused_until
+        if store is None or self._forgets or time.monotonic() < self._paused_until:
+            return False
+        return store.exists(key)
 
     def offer(self, copy: Copy) -> None:
         """Keep a page soon, unless too many wait."""
@@ -168,11 +172,12 @@ class Row:
             self._num_failures, self._paused_until = 0, time.monotonic() + PAUSE_S
             log.warning("tier %s is asked nothing for %.0f s", self.name, PAUSE_S)
 
-    def forget(self) -> int:
-        """Delete all objects; how many."""
+    def forget(self) -> None:
+        """Delete all objects soon; none of them is there any more."""
         with self._changed:
             self._copies.clear()
-        return 0 if self._store is None else self._store.forget()
+            self._forgets = True
+            self._changed.notify()
 
     def close(self) -> None:
         """End the thread; the pool is not touched afterwards, though a store may hang."""
@@ -194,25 +199,35 @@ class Row:
         mover = Mover(self.pool)
         try:
             while (work := self._next()) is not None:
-                if isinstance(work, Load):
-                    self._bring(work, mover)
-                elif work.is_torn:
-                    self.metrics.tier_pages(self.name, "torn").inc()
-                else:
-                    self._keep(work, mover)
-                self._is_busy = False
+                match work:
+                    case Load():
+                        self._bring(work, mover)
+                    case Copy() if work.is_torn:
+                        self.metrics.tier_pages(self.name, "torn").inc()
+                    case Copy():
+                        self._keep(work, mover)
+                    case _:
+                        self._store.forget()
+                        self._forgets = False
+                self._is_busy, self.moved_at = False, time.monotonic()
             self._store.close()
         except Exception:  # our own bug, or a store's: loads that wait are late
             log.exception("tier %s has failed and is asked nothing any more", self.name)
             self._paused_until = float("inf")
 
-    def _next(self) -> Load | Copy | None:
+    def _next(self) -> "Load | Copy | Literal['forget'] | None":
+        """What is to be done, once there is something; None: no more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._loads or self._copies or self._is_closed)
+            self._changed.wait_for(self._is_due)
             if self._is_closed:
                 return None
             self._is_busy = True
+            if self._forgets:
+                return "forget"
             return self._loads.popleft() if self._loads else self._copies.popleft()
+
+    def _is_due(self) -> bool:
+        return bool(self._is_closed or self._forgets or self._loads or self._copies)
 
     def _keep(self, copy: Copy, mover: Mover) -> None:
         store, source, form = self._store, copy.source, self.form
@@ -235,12 +250,14 @@ class Row:
         left_s = form.object_bytes / self.bytes_per_s - (time.monotonic() - began_at)
         if left_s > 0:
             with self._changed:
-                self._changed.wait_for(lambda: self._loads or self._is_closed, left_s)
+                self._changed.wait_for(
+                    lambda: self._loads or self._is_closed or self._forgets, left_s
+                )
 
     def _bring(self, load: Load, mover: Mover) -> None:
         store = self._store
         assert store is not None
-        load.row = self.name
+        load.row, load.began_at = self.name, load.began_at or time.monotonic()
         for row, source in load.parts[load.num_loaded :]:
             if load.is_over:
                 break

@@ -50,9 +50,10 @@ class Loading(Generic[Request]):
     pages: list[Found]  # behind those in `hold`
     state: list[Found]  # parts of the snapshot behind them, where layers are recurrent
     depth: int  # pages, of that snapshot
-    until: float  # monotonic
+    allowed_s: float  # for it to come
     after_step: int  # before it has settled, the snapshot's slot is another's
-    slot: int = 0  # for it
+    slot: int  # for it
+    since: float  # monotonic
     number: int = 0  # as ranks know it
     load: Load | None = None  # None: its pages still cool
     ranks: set[int] = field(default_factory=set[int])  # that have not answered
@@ -63,6 +64,13 @@ class Loading(Generic[Request]):
     def is_over(self) -> bool:
         """Whether nothing of it is written any more."""
         return self.load is not None and self.load.is_over and not self.ranks
+
+    def is_late(self, now: float) -> bool:
+        """Whether it is to be cut off. While its row moves for others, its time does not count."""
+        if self.load is None or not self.load.parts:
+            return now - self.since > self.allowed_s
+        began_at = self.load.began_at or max(self.since, self.load.parts[0][0].moved_at)
+        return now - began_at > self.allowed_s
 
 
 @dataclass(eq=False)
@@ -110,17 +118,20 @@ class Tier(Generic[Request]):
         if state and not slot:
             return False
         computed_s = (len(pages) + bool(state)) * size * self.s_per_token()
-        until = time.monotonic() + (max(MIN_S, computed_s) if computed_s else UNMEASURED_S)
-        after = self.book.snapshots.last_launched
-        loading = Loading(request, hold, tokens, pages, state, depth, until, after, slot)
-        self.loads[request] = loading
+        allowed_s = max(MIN_S, computed_s) if computed_s else UNMEASURED_S
+        snapshots = self.book.snapshots
+        # The next plan may still read the slot; see `Snapshots.resume`.
+        after = snapshots.last_launched + (slot in snapshots.copies.values())
+        self.loads[request] = Loading(
+            request, hold, tokens, pages, state, depth, allowed_s, after, slot, time.monotonic()
+        )
         return True
 
     def cancel(self, request: Request, ending: FinishReason = FinishReason.ABORT) -> bool:
         """Whether something is loaded for a request that ends; `poll` returns that as any other."""
         if (loading := self.loads.get(request)) is None:
             return False
-        loading.ending, loading.until = loading.ending or ending, 0.0
+        loading.ending, loading.allowed_s = loading.ending or ending, -math.inf
         return True
 
     def poll(self, now: float) -> list[Loading[Request]]:
@@ -129,11 +140,12 @@ class Tier(Generic[Request]):
         for loading in list(self.loads.values()):
             if loading.load is None:
                 self._bind(loading)
-            if now >= loading.until and not loading.is_over:
-                if loading.load is None:
-                    loading.load = Load(())
-                loading.load.cancel("late" if loading.ending is None else "unwanted")
-                loading.until = math.inf
+            if not loading.is_over and loading.is_late(now):
+                cause = "late" if loading.ending is None else "unwanted"
+                if loading.load is None:  # no fault of its row
+                    loading.load, cause = Load(()), "unwanted"
+                loading.load.cancel(cause)
+                loading.allowed_s = math.inf
                 if loading.ranks:
                     self._tell(Cancel(loading.number))
             if loading.is_over:
