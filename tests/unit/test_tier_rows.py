@@ -93,8 +93,9 @@ def row_of(pool: KVPool, make: Make) -> Row:
 
 
 def bytes_of(pool: KVPool, place: int, part: int = -1) -> bytes:
-    pieces = pool.pieces(place) if part < 0 else [pool.slot(place)]
-    return b"".join(piece.numpy().tobytes() for piece in pieces)
+    if part >= 0:
+        return pool.slot(place).numpy().tobytes()
+    return b"".join(groups[:, place].numpy().tobytes() for groups in pool._pages)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
@@ -112,8 +113,8 @@ def test_every_byte_of_a_page_and_of_a_snapshot_comes_back(dtype: str, make: Mak
         row.offer(Copy(source, watched, mark))
     until(lambda: row.idle)
     for place in (3, 7):
-        for piece in pool.pieces(place):
-            piece.fill_(0xFF)
+        for groups in pool._pages:
+            groups[:, place].fill_(0xFF)
     for slot in (2, 4):
         pool.slot(slot).fill_(0xFF)
     load = Load([(row, s._replace(place=7 if s.part < 0 else 2)) for s in sources])
