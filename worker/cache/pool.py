@@ -92,7 +92,7 @@ class KVPool:
         return found
 
     def pieces(self, page: int) -> Iterator[Tensor]:
-        """All bytes of a page: [group_bytes] u8 of each region and group, each contiguous."""
+        """All bytes of a page: [group_bytes] u8 by region and group, contiguous."""
         for groups in self._pages:
             yield from groups[:, page]
 

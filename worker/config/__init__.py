@@ -116,12 +116,12 @@ class ModelConfig(Section):
 
 
 class TierConfig(Section):
-    """A tier below the pool of each worker: KV of prompts that was evicted is found again there."""
+    """A tier below the pool of a worker: KV of prompts that was evicted is found again there."""
 
     host_bytes: NonNegativeInt = 0
-    """Host memory of each worker, shared evenly by its ranks; it ends with the worker. 0: none."""
+    """Host memory of a worker, shared evenly by its ranks; it ends with the worker. 0: none."""
     directory: str = ""
-    """Path of a directory on each node, which its workers share and which outlives them: whoever
+    """Path of a directory on every node, which its workers share and which outlives them: whoever
     may read it reads what was asked. Empty: none."""
     directory_bytes: PositiveInt = 16 << 30
     """Of all files below it; beyond, those that were used least recently go."""

@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Candidate, Generate, PeerId
-from worker.cache.hold import Hold
 from worker.config import DisaggregationConfig
 from worker.draw.grammar import Grammars
 from worker.errors import Busy, KvlaneError, UserError
@@ -20,6 +20,9 @@ from worker.schedule.req import Req
 from worker.seldom import Seldom
 from worker.start.engine import Engine
 from worker.transfer.inbound import Inbound
+
+if TYPE_CHECKING:
+    from worker.cache.hold import Hold
 
 log = logging.getLogger("kvlane.admission")
 
