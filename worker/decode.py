@@ -42,6 +42,7 @@ from worker.transfer.inbound import Inbound, poll_after_s
 from worker.transfer.peers import PrefillPeers
 from worker.transfer.ranked import LeaderPulls, OwnDialled, PeerDialled, PullEnded
 from worker.transfer.sources import DialFailed, Link
+from worker.transfer.tier.ranks import Loaded
 
 log = logging.getLogger("kvlane.decode")
 
@@ -82,6 +83,8 @@ class DecodeLoop:
         self._inbound = Inbound(incarnation, context, self.peers)
         self.requests = requests = Requests(engine, thread, scheduler, self._inbound)
         self._said = Said()
+        if engine.tier is not None:
+            engine.tier.wakes(thread.wake)
         self.flight = Flight(meter, overlap=config.spec.overlap, wake=thread.wake)
         metrics.running.set_function(lambda: len(queues.running))
         metrics.waiting.set_function(lambda: len(requests.reqs) - len(queues.running))
@@ -98,6 +101,7 @@ class DecodeLoop:
         return {
             "requests": len(self.requests.reqs),
             "fetches": len(self._inbound.fetches),
+            "loads": 0 if self._engine.tier is None else len(self._engine.tier.loads),
             "pulls": len(self._inbound.pulls_began_at),
             "unacknowledged": self.requests.replies.num_unacknowledged,
             "siblings": self.requests.deferred.num("sibling"),
@@ -113,6 +117,9 @@ class DecodeLoop:
         if self._inbound.fetches:
             for fetch in self._inbound.poll(now):
                 self.requests.fetch_ended(fetch)
+        if (tier := self._engine.tier) is not None and tier.loads:
+            for loading in tier.poll(now):
+                self.requests.fetch_ended(loading)
         if self.requests.deferred.waiting or self.queues.preempted:
             self.requests.resume()
         num_arriving = len(self._inbound.fetches)
@@ -139,7 +146,7 @@ class DecodeLoop:
         idle_s = SWEEP_S if idle_s is None else idle_s
         if num_arriving:
             idle_s = min(idle_s, poll_after_s(self._inbound.pulls_began_at, now))
-        return idle_s
+        return idle_s if tier is None else min(idle_s, tier.tend())
 
     def _handle(self, peer: PeerId, event: object, now: float) -> None:
         match event:
@@ -154,8 +161,10 @@ class DecodeLoop:
                 self.requests.stop(peer, event)
             case Abort():
                 self.requests.abort(peer, event)
+            case Loaded() if self._engine.tier is not None:
+                self._engine.tier.on(event)
             case ForgetPrefixes():
-                self._engine.book.forget()
+                self._engine.forget_prefixes()
             case Ack():
                 self.requests.replies.acknowledged(peer, event.req_id, event.dispatch)
             case KVReady():

@@ -19,6 +19,7 @@ from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
 from worker.start.engine import Engine
 from worker.transfer.outbound import Outbound
+from worker.transfer.tier.ranks import Loaded
 
 
 class PrefillLoop(Role):
@@ -43,6 +44,9 @@ class PrefillLoop(Role):
             engine.shape.grain,
         )
         self.scheduler = PrefillScheduler(engine.book, config.engine, limits, self._pace)
+        self.scheduler.tier = self._tier = engine.tier
+        if self._tier is not None:
+            self._tier.wakes(thread.wake)
         metrics = engine.metrics
         self._outbound = outbound = Outbound(
             incarnation, self.scheduler, self._pace.num_groups, thread.send, config.lease,
@@ -58,13 +62,21 @@ class PrefillLoop(Role):
         metrics.queued("pull").set_function(lambda: max(0, outbound.num_leases - len(waiting)))
 
     def counters(self) -> dict[str, int]:
-        return {"leases": self._outbound.num_leases, "waiting": len(self.scheduler.waiting)}
+        return {
+            "leases": self._outbound.num_leases,
+            "waiting": len(self.scheduler.waiting),
+            "loads": 0 if self._tier is None else len(self._tier.loads),
+        }
 
     def turn(self, events: list[Incoming]) -> float:
         now, flight = time.monotonic(), self.flight
         for peer, event in events:
             self._handle(peer, event, now)
         self._announce_groups(flight.running)
+        if self._tier is not None and self._tier.loads:
+            for loading in self._tier.poll(now):
+                self.scheduler.loaded(loading.req)
+                self._outbound.announce_found(loading.req)
         if flight.launch_due():
             began_at = time.monotonic()
             if (plan := self.scheduler.plan(began_at)) is not None:
@@ -76,7 +88,9 @@ class PrefillLoop(Role):
         self._outbound.sweep(now)
         self._publish()
         idle_s = flight.idle_s()
-        return MAX_IDLE_S if idle_s is None and not self.scheduler.waiting else idle_s or 0.0
+        if idle_s is None:
+            idle_s = 0.0 if any(not req.loads for req in self.scheduler.waiting) else MAX_IDLE_S
+        return idle_s if self._tier is None else min(idle_s, self._tier.tend())
 
     def _layer_groups(self, plan: Plan) -> LayerGroups | None:
         """Make a step's layer hook, if its layer groups are worth announcing one by one."""
@@ -133,8 +147,10 @@ class PrefillLoop(Role):
                 self._outbound.on_renew(peer, event, now)
             case Release():
                 self._outbound.on_release(peer, event)
+            case Loaded() if self._tier is not None:
+                self._tier.on(event)
             case ForgetPrefixes():
-                self._engine.book.forget()
+                self._engine.forget_prefixes()
             case DrainAsked():
                 self._outbound.draining = True
             case MembersChanged():

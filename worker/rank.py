@@ -31,6 +31,15 @@ from worker.run.flight import MaskedStep, Step
 from worker.start.build import Place, build_engine
 from worker.start.engine import Engine
 from worker.transfer.ranked import OwnDialled, PullPages, RankAnswer, RankOrder, RankPulls
+from worker.transfer.tier.ranks import (
+    Cancel,
+    Forget,
+    Keep,
+    Loaded,
+    LoadPages,
+    RankTier,
+    TierOrder,
+)
 
 log = logging.getLogger("kvlane.rank")
 
@@ -38,8 +47,8 @@ STEP_POLL_S = 1e-3  # how often to look whether a step has ended, where nothing 
 LEADER_S = 4.0  # for the leader to say that it stops; then it is gone
 MAX_STEPS = 2  # launched and not ended: as many as the leader has, whose buffers take turns
 
-FromLeader = Launch | LaunchTail | Ended | RankOrder
-FromRank = Launched | RankAnswer
+FromLeader = Launch | LaunchTail | Ended | RankOrder | TierOrder
+FromRank = Launched | RankAnswer | Loaded
 
 _encode = msgspec.msgpack.Encoder().encode
 from_leader = msgspec.msgpack.Decoder(FromLeader).decode
@@ -140,6 +149,7 @@ class RankLoop:
         self._masked: MaskedStep | None = None  # its tail is not launched yet
         self._num_steps = 0  # ended
         self._pulls = RankPulls(engine.local_rank(), self._answer, thread.post)
+        self._tier = RankTier(engine.rank_group.rank, engine.rows, self._answer, thread.wake)
         self.over = threading.Event()  # the leader has said that nothing follows
 
     def turn(self, events: list[Incoming]) -> float:
@@ -161,6 +171,7 @@ class RankLoop:
         while self._pending and self._due(self._pending[0]):
             self._do(self._pending.popleft())
         self._pulls.poll()
+        self._tier.poll()
         has_work = bool(self._steps)
         self._thread.stats = WorkerStats(num_steps=self._num_steps, has_work=has_work)
         if self._pending:  # waits for the end of a step, as the leader's has ended
@@ -169,18 +180,21 @@ class RankLoop:
         return min(idle_s, self._pulls.poll_after_s(time.monotonic()))
 
     def close(self) -> None:
-        """Close the links to prefill workers."""
+        """Close the links to prefill workers, and the tier."""
         self._pulls.close()
+        self._tier.close()
 
     def _due(self, message: FromLeader) -> bool:
         """Whether it may be done now, or has to wait for a step's end."""
         if isinstance(message, Launch):
             return len(self._steps) < MAX_STEPS
-        return not isinstance(message, PullPages) or self._num_steps >= message.after_steps
+        is_held = isinstance(message, PullPages | Keep | LoadPages)
+        return not is_held or self._num_steps >= message.after_steps
 
     def _do(self, message: FromLeader) -> None:
         match message:
             case Launch():
+                self._tier.launches(message.plan)
                 step = self._engine.runner.launch(message.plan, shape=message.shape)
                 if isinstance(step, MaskedStep):
                     assert self._masked is None, "a step before the tail of the one before"
@@ -193,7 +207,11 @@ class RankLoop:
                 self._steps.append(self._engine.runner.launch_tail(step, masks_of(message)))
             case Ended():
                 pass
+            case Keep() | LoadPages() | Cancel() | Forget():
+                self._tier.on(message)
             case _:
+                if isinstance(message, PullPages):
+                    self._tier.written(page for page, _ in message.pairs)
                 self._pulls.on(message)
 
     def _end_steps(self) -> None:

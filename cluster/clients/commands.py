@@ -37,6 +37,13 @@ def add_to(commands: Any, running: Urls) -> None:
     top.add_argument("--json", action="store_true", help="print JSON, once")
     top.set_defaults(command=_top, running=running)
 
+    cache = commands.add_parser(
+        "cache", allow_abbrev=False, help="show where prompts' KV was found, and what tiers keep"
+    )
+    add_server(cache)
+    cache.add_argument("--forget", action="store_true", help="delete what no request uses")
+    cache.set_defaults(command=_cache, running=running)
+
     commands.add_parser("bench", help="measure a server under load; see bench --help")
 
 
@@ -76,6 +83,14 @@ def _chat(args: argparse.Namespace) -> int:
     given = {name: value for name, value in fields.items() if value not in (None, "")}
     with _server(args, chat.TIMEOUT) as server:
         chat.converse(server, given, args.system, args.message)
+    return 0
+
+
+def _cache(args: argparse.Namespace) -> int:
+    from cluster.clients import cache
+
+    with _server(args, cache.TIMEOUT) as server:
+        cache.show(server, forget=args.forget)
     return 0
 
 

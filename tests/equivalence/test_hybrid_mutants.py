@@ -231,7 +231,7 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "cache.snapshots:Snapshots.leave_row": [
             (" and last_line(num_folded_ub, self.grid) == at", ""),  # a step in flight writes it
         ],
-        "cache.snapshots:Snapshots.store_of_row": [("self._take(), bound", "self._take(), 0")],
+        "cache.snapshots:Snapshots.store_of_row": [("self.take(), bound", "self.take(), 0")],
         "schedule.decode:DecodeScheduler.settle": [  # a window too far
             ("len(req.tokens) - (1 if width > 1 else 0)", "len(req.tokens) + len(result.tokens)"),
         ],

@@ -48,7 +48,7 @@ def poison(engine: Engine) -> None:
     """
     slots, state = engine.book._slots, engine.runner.loaded.state
     snapshots = engine.book.snapshots
-    take, apply, snap = slots.take, state.apply_rows, snapshots._take
+    take, apply, snap = slots.take, state.apply_rows, snapshots.take
 
     def emptied(new: list[int]) -> None:
         for part in (part for states in engine.pool.states for part in states):
@@ -70,4 +70,4 @@ def poison(engine: Engine) -> None:
                 layer.ring[start.row] = float("nan")
         apply(plan)
 
-    slots.take, state.apply_rows, snapshots._take = taken, applied, promised
+    slots.take, state.apply_rows, snapshots.take = taken, applied, promised

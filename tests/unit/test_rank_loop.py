@@ -44,8 +44,11 @@ class Rank:
             runner=SimpleNamespace(launch=self.launch, check_ranks=lambda: None),
             local_rank=lambda: None,
             config=SimpleNamespace(engine=SimpleNamespace(strict=True)),
+            rank_group=SimpleNamespace(rank=1),
+            rows=(),
         )  # fmt: skip
         self.thread = SimpleNamespace(
+            wake=lambda: None,
             stats=WorkerStats(),
             post=None,
             send=lambda _, wrapped: self.sent.append(from_rank(wrapped.body)),

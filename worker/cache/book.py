@@ -43,6 +43,7 @@ class PageBook:
         self.num_holds = 0
         self._prefix_cache = prefix_cache
         self._allocator = PageAllocator(num_pages)
+        self.watched = self._allocator.watched
         # A freed slot cools as a page does: a pull may be what fills it next.
         self._slots = PageAllocator(num_slots) if num_slots else None
         slots = range(num_slots, num_slots + num_snapshots * (prefix_cache and not span))
@@ -52,12 +53,14 @@ class PageBook:
     def launched(self, step: int) -> None:
         """See PageAllocator.launched."""
         self._allocator.launched(step)
+        self.snapshots.last_launched = step
         if self._slots is not None:
             self._slots.launched(step)
 
     def settled(self, step: int) -> None:
         """See PageAllocator.settled."""
         self._allocator.settled(step)
+        self.snapshots.last_settled = step
         if self._slots is not None:
             self._slots.settled(step)
         if self.snapshots.closing:
@@ -154,12 +157,15 @@ class PageBook:
         hold.private.update(pages)
         return pages
 
-    def commit(self, hold: Hold, tokens: Sequence[int]) -> None:
+    def commit(self, hold: Hold, tokens: Sequence[int], *, found: bool = False) -> None:
         """Enter the whole pages of `tokens` into the tree; their KV is final.
 
-        Pages whose prefix the tree already holds stay private to `hold`.
+        Pages whose prefix the tree already holds stay private to `hold`. found: in a tier; they
+        count as matched.
         """
         num = len(tokens) // self.page_size
+        if found:
+            hold.num_matched = num * self.page_size
         first = hold.num_trimmed
         if not self._prefix_cache or num <= first:
             return

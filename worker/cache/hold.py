@@ -17,7 +17,7 @@ class Hold:
     # Of pages that were in the tree as the hold was opened, or are by `commit`. It has a lock on
     # those from index num_trimmed on.
     nodes: list[Node]
-    num_matched: int  # tokens found in the tree when the hold was opened
+    num_matched: int  # tokens found in the tree when the hold was opened, or in a tier then
     num_slots: int  # tokens that `pages` can store
     pages: list[int] = field(default_factory=list)
     private: set[int] = field(default_factory=set)

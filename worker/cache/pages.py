@@ -73,6 +73,8 @@ class PageAllocator:
         self._cooling: deque[tuple[int, int]] = deque()  # (step, page), step ascending
         self._last_launched = 0
         self._last_settled = 0
+        # By page, who copies it for a tier; a page that is freed is nobody's.
+        self.watched: dict[int, object] = {}
 
     @property
     def num_free(self) -> int:
@@ -114,6 +116,7 @@ class PageAllocator:
         """Give back pages that `take` has handed out and nobody has freed since."""
         for page in pages:
             assert 0 < page < self.num_pages
+            self.watched.pop(page, None)
             if self._last_launched == self._last_settled:
                 self._settled.add(page)
             else:

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -89,6 +90,16 @@ class KVPool:
         for part in (part for name in names for parts in self._layers[name] for part in parts):
             found += (part, exponents_of(part)) if part.dtype == E4M3 else (part,)
         return found
+
+    def pieces(self, page: int) -> Iterator[Tensor]:
+        """All bytes of a page: [group_bytes] u8 by region and group, contiguous."""
+        for groups in self._pages:
+            yield from groups[:, page]
+
+    def slot(self, slot: int) -> Tensor:
+        """All bytes of a slot of state: [slot_bytes] u8."""
+        assert self._slots is not None
+        return self._slots[slot]
 
     def copy(self, copies: Copies) -> None:
         """Copy states and pages on the current stream."""

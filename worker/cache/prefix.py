@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 Key = tuple[int | str, ...]
 MANY = 1 << 60  # more than there are pages
@@ -36,6 +37,7 @@ class Node:
     used_at: int = 0
     state: int = 0  # slot of the snapshot of its prefix, where layers are recurrent; 0: none
     is_offered: bool = False  # has an entry in the tree's queue
+    digest: bytes = b""  # `tier.objects.key_of`, once it is asked for
 
     def path(self) -> list[Node]:
         """Nodes from below the root down to this one."""
@@ -45,6 +47,18 @@ class Node:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
+
+
+class Watcher(Protocol):
+    """Is told of pages that come and go."""
+
+    def entered(self, node: Node) -> None:
+        """A node has a page, or another one."""
+        ...
+
+    def evicted(self, node: Node) -> None:
+        """The page of a node was evicted."""
+        ...
 
 
 class PrefixTree:
@@ -59,6 +73,7 @@ class PrefixTree:
         """gone: called with a node whose page was evicted."""
         assert span != 1, "an empty leaf would match"
         self.page_size, self.span, self._gone = page_size, span, gone
+        self.watcher: Watcher | None = None
         self.root = Node(page=0, num_locks=1)
         self.num_pages = 0
         self.num_evictable = 0  # pages of nodes without a lock
@@ -122,17 +137,19 @@ class PrefixTree:
             if child is None:
                 child = Node(0, key, node, index + 1)
                 node.children[key] = child
-            if page and not child.page:
-                child.page = page
-                self.num_pages += 1
-                self.num_evictable += 1
-            elif page in (0, child.page):
+            if page in (0, child.page):
                 pass
-            elif child.num_locks:
+            elif child.page and child.num_locks:
                 refused.append(page)
             else:
-                displaced.append(child.page)
+                if child.page:
+                    displaced.append(child.page)
+                else:
+                    self.num_pages += 1
+                    self.num_evictable += 1
                 child.page = page
+                if self.watcher is not None:
+                    self.watcher.entered(child)
             node = child
             node.used_at = self._clock
         self._offer(node)
@@ -190,6 +207,8 @@ class PrefixTree:
             pages.append(node.page)
             node.page = 0
             self._gone(node)
+            if self.watcher is not None:
+                self.watcher.evicted(node)
             while node.parent is not None and not node.page and not node.children:
                 parent, node.parent = node.parent, None
                 del parent.children[node.key]

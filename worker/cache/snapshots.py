@@ -11,7 +11,7 @@ alone write and read them, in the order of the device's stream. So a slot may be
 from typing import NamedTuple
 
 from worker.cache.hold import Hold
-from worker.cache.prefix import Node
+from worker.cache.prefix import Node, Watcher
 from worker.plan import Copies
 
 # On a path without branches so many stay: the last one, and the one before for who edits a turn.
@@ -38,6 +38,10 @@ class Snapshots:
         self._num_rows = 0  # that have a slot
         self.copies: dict[int, int] = {}  # by the slot that is written: the one that is read
         self.page_copies: dict[int, tuple[int, int]] = {}  # by that slot: (from, to)
+        # As of PageBook and PrefixTree, for a tier: which slots are copied, and who is told.
+        self.last_launched = self.last_settled = 0
+        self.watched: dict[int, object] = {}
+        self.watcher: Watcher | None = None
         self.closing: list[Hold] = []  # closed, but a copy that no plan has yet reads their slots
 
     @property
@@ -94,7 +98,7 @@ class Snapshots:
             return Stored(end)
         if start < self._next(hold, at, target) <= end:
             end = at
-        slot = self._take()
+        slot = self.take()
         if not slot:
             return Stored(end)
         hold.snapshots[at] = slot
@@ -108,7 +112,7 @@ class Snapshots:
         """
         if hold.row_snapshot or self._num_rows >= self.num_slots // 2:
             return 0
-        hold.row_snapshot, hold.row_snapshot_from = self._take(), bound
+        hold.row_snapshot, hold.row_snapshot_from = self.take(), bound
         self._num_rows += hold.row_snapshot > 0
         return hold.row_snapshot
 
@@ -132,6 +136,8 @@ class Snapshots:
                 self._free.append(slot)
             else:
                 node.state = slot
+                if self.watcher is not None:
+                    self.watcher.entered(node)
                 for above in superseded(node):
                     self.drop(above)
             self.nodes[node] = self.nodes.pop(node, None)  # the last now
@@ -140,6 +146,7 @@ class Snapshots:
         """Free the snapshot of a node, if it has one."""
         if node.state:
             self._free.append(node.state)
+            self.watched.pop(node.state, None)
             node.state = 0
             del self.nodes[node]
 
@@ -162,11 +169,16 @@ class Snapshots:
                 return at
         return 0
 
-    def _take(self) -> int:
+    def take(self) -> int:
         """A slot, of the snapshot that was used least recently if none is free; 0: there is none"""
         if not self._free and self.nodes:
             self.drop(next(iter(self.nodes)))
         return self._free.pop() if self._free else 0
+
+
+def give_back(snapshots: Snapshots, slot: int) -> None:
+    """Free a slot that `take` gave, and that no hold or node has."""
+    snapshots._free.append(slot)
 
 
 def last_line(num_tokens: int, grid: int) -> int:

@@ -115,8 +115,32 @@ class ModelConfig(Section):
         return directory.with_name(f"{TINY}-{spec.drafter}") if self.path == TINY else directory
 
 
+class TierConfig(Section):
+    """A tier below the pool of a worker: KV of prompts that was evicted is found again there."""
+
+    host_bytes: NonNegativeInt = 0
+    """Host memory of a worker, shared evenly by its ranks; it ends with the worker. 0: none."""
+    directory: str = ""
+    """Path of a directory on every node, which its workers share and which outlives them: whoever
+    may read it reads what was asked. Empty: none."""
+    directory_bytes: PositiveInt = 16 << 30
+    """Of all files below it; beyond, those that were used least recently go."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is one."""
+        return bool(self.host_bytes or self.directory)
+
+    @field_validator("directory")
+    @classmethod
+    def _is_absolute(cls, directory: str) -> str:
+        if directory and not Path(directory).is_absolute():
+            raise ValueError("needs an absolute path, as /var/cache/kvlane")
+        return directory
+
+
 class KVConfig(Section):
-    """What both roles must agree on: all but `snapshots` is part of the KV layout's hash."""
+    """What both roles must agree on: all but `snapshots`, `tier` is in the KV layout's hash."""
 
     page_size: Auto | PositiveInt = "auto"
     """Tokens of a KV page; auto: 16 on CPU, 64 on CUDA."""
@@ -134,6 +158,7 @@ class KVConfig(Section):
     """Where layers are recurrent, states of prefixes that are kept, from which prompts that begin
     alike go on; 0: none, prompts are computed whole. auto: what an eighth of the pool's memory
     holds, half of engine.state_slots at least."""
+    tier: TierConfig = TierConfig()
 
 
 class TransportConfig(Section):

@@ -226,6 +226,27 @@ class WorkerMetrics(Families):
         "Share of tokens that the busiest expert of a layer has had, the mean of layers; 1 / "
         "experts if they are even",
     )
+    tier_tokens = counter(
+        "kv_tier_tokens", "Prompt tokens whose KV was found in a tier, verified and used", "tier"
+    )
+    tier_pages = counter(
+        "kv_tier_pages",
+        "Settled pages by what became of their copy: kept, torn (freed meanwhile), behind (too "
+        "many waited) or failed",
+        "tier", "outcome",
+    )  # fmt: skip
+    tier_failures = counter(
+        "kv_tier_failures",
+        "Calls of a tier that came to nothing; what it should have brought is computed",
+        "tier", "cause",
+    )  # fmt: skip
+    tier_bytes = gauge("kv_tier_bytes", "Bytes that a tier keeps", "tier")
+    tier_evicted = counter(
+        "kv_pages_evicted", "Pages that left the pool: kept in a tier, or dropped", "copy"
+    )
+    tier_early = counter(
+        "kv_evicted_early", "Prompts that would have gone on with a page dropped lately"
+    )
     leases = gauge("leases", "Transfers under way, each with a lease")
     bucket_seconds = gauge(
         "graph_bucket_seconds", "One step as measured at the start", "kind", "rows", "path"

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Candidate, Generate, PeerId
 from worker.config import DisaggregationConfig
@@ -19,6 +20,9 @@ from worker.schedule.req import Req
 from worker.seldom import Seldom
 from worker.start.engine import Engine
 from worker.transfer.inbound import Inbound
+
+if TYPE_CHECKING:
+    from worker.cache.hold import Hold
 
 log = logging.getLogger("kvlane.admission")
 
@@ -102,10 +106,10 @@ class Admission:
         grammar = message.sampling.grammar
         return bool(grammar) and not self.grammars.ready(grammar)
 
-    def place(self, req: Req, leader: Req | None = None) -> None:
-        """Get the prompt's missing KV, if any: pull it, or prefill here.
+    def place(self, req: Req, leader: Req | None = None, *, looked: bool = False) -> None:
+        """Get the prompt's missing KV, if any: from a tier, then pull it, or prefill here.
 
-        leader: the choice that has come first.
+        leader: the choice that has come first. looked: the tier has brought what it has.
         """
         assert req.hold is not None
         if leader is not None and self._queues.fork(req, leader):
@@ -122,6 +126,9 @@ class Admission:
         if req.is_to_score:
             self.place_locally(req, "local")
             return
+        tier = None if looked else self._engine.tier
+        if tier is not None and tier.begin(req, req.hold, req.tokens, num_stored):
+            return  # `found` goes on
         now, peers = time.monotonic(), self._inbound.peers
         candidates = peers.eligible(req.candidates)
         inputs = PlacementInputs(
@@ -155,6 +162,14 @@ class Admission:
             self._engine.metrics.placed("remote").inc()
         else:
             self.place_locally(req, "alone")
+
+    def found(self, req: Req, hold: Hold) -> None:
+        """Go on with a request for which a tier has brought what it had."""
+        req.num_computed_tokens = hold.num_matched
+        if len(req.tokens) == req.num_prompt_tokens:
+            snapshots = self._engine.book.snapshots
+            req.num_cached_tokens = snapshots.resumable(hold, len(req.tokens) - 1)
+        self.place(req, looked=True)
 
     def place_locally(self, req: Req, why: str) -> None:
         """Prefill the rest here; `why`, for the metric: "local" (cheaper), "alone", "fallback"."""

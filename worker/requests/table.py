@@ -29,6 +29,7 @@ from worker.schedule.req import Phase, Req
 from worker.start.engine import Engine
 from worker.transfer.fetch import Fetch
 from worker.transfer.inbound import Inbound
+from worker.transfer.tier.tier import Loading
 
 log = logging.getLogger("kvlane.decode")
 
@@ -123,11 +124,13 @@ class Requests:
             if found and req.phase is not Phase.FINISHED:
                 self.replies.scores(req, found)
 
-    def fetch_ended(self, fetch: Fetch) -> None:
+    def fetch_ended(self, fetch: Fetch | Loading[Req]) -> None:
         """Go on with a fetch's request: KV landed, or no worker is left to ask, or it shall end."""
         req = fetch.req
         if fetch.ending is not None:
             self.end(req, fetch.ending)
+        elif isinstance(fetch, Loading):
+            self.admission.found(req, fetch.hold)
         elif fetch.landed:
             self.admission.queue_for_row(req)
         else:
@@ -167,6 +170,8 @@ class Requests:
         if req.phase is Phase.FETCHING:
             req.deadline_at = float("inf")  # or the sweep would send an error while its pulls end
             self._inbound.cancel(req, reason)
+            if self._engine.tier is not None:
+                self._engine.tier.cancel(req, reason)
         else:
             self.end(req, reason)
 

@@ -7,6 +7,7 @@ ends a prompt also draws the token that follows.
 
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from worker.api import Prefill
 from worker.cache.book import PageBook
@@ -16,6 +17,9 @@ from worker.schedule.asked import PromptLimits, check_prefill
 from worker.schedule.pace import Pace
 from worker.schedule.req import PrefillReq
 from worker.schedule.rows import RowTable
+
+if TYPE_CHECKING:
+    from worker.transfer.tier.tier import Tier
 
 
 class PrefillScheduler:
@@ -29,6 +33,7 @@ class PrefillScheduler:
         self, book: PageBook, engine: EngineConfig, limits: PromptLimits, pace: Pace
     ) -> None:
         self.book, self._limits = book, limits
+        self.tier: Tier[PrefillReq] | None = None  # below the pool
         self.waiting: deque[PrefillReq] = deque()  # with tokens not yet in a step; oldest first
         self._pace = pace
         self.max_reqs = int(engine.max_num_reqs) + engine.max_waiting  # that wait
@@ -59,20 +64,30 @@ class PrefillScheduler:
         )
         if hold is None:
             return None
-        num = self.book.snapshots.resume(hold, num_stored - 1)
-        req = PrefillReq(
-            tokens,
-            hold,
-            asked.link_bytes_per_s,
-            asked.sampling,
-            asked.num_prompt_tokens,
-            num,
-            num,
-            num,
-        )
-        if num < req.num_target_tokens:
+        rest = asked.link_bytes_per_s, asked.sampling, asked.num_prompt_tokens
+        req = PrefillReq(tokens, hold, *rest, num_computed_tokens=0, num_planned_tokens=0)
+        if self.tier is not None:
+            req.loads = self.tier.begin(req, hold, tokens, num_stored - 1 if hold.slot else most)
+        if not req.loads:
+            self._resume(req)
+        if req.num_planned_tokens < req.num_target_tokens:
             self.waiting.append(req)
         return req
+
+    def _resume(self, req: PrefillReq) -> None:
+        """Have a prompt go on behind what the tree has of it."""
+        num = self.book.snapshots.resume(req.hold, len(req.tokens) - (req.sampling is None) - 1)
+        req.num_computed_tokens = req.num_planned_tokens = req.num_cached_tokens = num
+
+    def loaded(self, req: PrefillReq) -> None:
+        """A tier has brought what it had of a prompt, which goes on behind that."""
+        req.loads = False
+        if req.dropped:
+            self.book.close(req.hold)
+            return
+        self._resume(req)
+        if req.num_planned_tokens == req.num_target_tokens:
+            self.waiting.remove(req)
 
     def plan(self, now: float = 0.0) -> Plan | None:
         """Return the next step, or None if nothing waits.
@@ -86,6 +101,8 @@ class PrefillScheduler:
         budget = max(budget, self._limits.grain)
         launched: list[tuple[PrefillReq, Chunk]] = []
         for req in list(self.waiting):
+            if req.loads:
+                continue
             if budget == 0 or (not req.row and not self.rows.num_free):
                 break
             start = req.num_planned_tokens
@@ -108,6 +125,8 @@ class PrefillScheduler:
             if end == req.num_target_tokens:
                 self.waiting.remove(req)
             budget -= end - start
+        if not launched:
+            return None
         self._step += 1
         self.launched[self._step] = launched
         starts = tuple(_start(req) for req, chunk in launched if chunk.sample)
@@ -167,7 +186,8 @@ class PrefillScheduler:
         if req in self.waiting:
             self.waiting.remove(req)
         self._leave_row(req)
-        self.book.close(req.hold)
+        if self.tier is None or not self.tier.cancel(req):  # else `loaded` closes it
+            self.book.close(req.hold)
 
     def _leave_row(self, req: PrefillReq) -> None:
         if req.row:

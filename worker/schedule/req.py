@@ -133,6 +133,7 @@ class PrefillReq:
     started_at: float = 0.0  # monotonic: when its first step was planned
     token: int | None = None  # drawn and settled
     prefill_s: float = 0.0  # from started_at until its last page and token were announced
+    loads: bool = False  # a tier brings pages of it; it is not computed meanwhile
     dropped: bool = False  # given back; a step in flight may still compute it
     trace: "Trace | None" = None  # its stages here; None = not traced
 

@@ -34,6 +34,7 @@ from worker.run.runner import ModelRunner
 from worker.start.check import check_kv
 from worker.start.engine import Engine, Kept
 from worker.start.load import Start, load
+from worker.start.tier import add_tier, check_tier
 from worker.transfer.base import TRANSPORTS, KVTransport
 from worker.transfer.host import addresses_in
 from worker.weights.files import as_held
@@ -98,7 +99,7 @@ def build_engine(
     step_log, device = None, torch.device(str(config.engine.device))
     if leads and config.engine.step_log:
         step_log = StepLog(config.engine.step_log, name, device)
-    return Engine(
+    engine = Engine(
         config=config,
         shape=start.shape,
         model_layout=start.model_layout,
@@ -115,6 +116,8 @@ def build_engine(
         tracer=tracer,
         rank_group=rank_group,
     )
+    add_tier(engine)
+    return engine
 
 
 def _book(config: WorkerConfig, shape: ModelShape, pool: KVPool) -> PageBook:
@@ -181,6 +184,7 @@ def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) 
     capability = torch.cuda.get_device_capability() if on_gpu else None
     check_kv(config.kv.dtype, config.model.dtype, shape, capability)
     _check_layers(config, shape)
+    check_tier(config, shape)
     if config.engine.device == "cpu":
         torch.set_num_threads(int(config.engine.threads))
     engine_threads = {"engine": {"threads"}}  # may differ: a process takes it from its own CPUs

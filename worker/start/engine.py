@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -23,6 +23,9 @@ from worker.run.runner import ModelRunner
 from worker.transfer.base import KVTransport
 from worker.transfer.ranked import RankOrder
 from worker.transfer.sources import LocalRank
+from worker.transfer.tier.ranks import TierOrder
+from worker.transfer.tier.rows import Row
+from worker.transfer.tier.tier import Tier
 
 if TYPE_CHECKING:
     from worker.observe.spans import Tracer
@@ -65,6 +68,8 @@ class Engine:
     checks: Sequence[BucketCheck]  # of the start-up check: kinds and buckets that were compared
     tracer: "Tracer | None"
     rank_group: RankGroup
+    rows: Sequence[Row] = ()  # of the tier below this rank's pool
+    tier: Tier[Any] | None = None  # over these, at the leader
 
     def layer_groups(self, while_launching: Callable[[], None]) -> LayerGroups:
         """Make a layer hook for `launch`; it records when layer groups of the KV are final."""
@@ -81,10 +86,16 @@ class Engine:
         """Mean tokens that a row keeps of a step if acceptance is simulated; 0: it is not."""
         return self.config.spec.simulated_len if self.config.role == "decode" else 0.0
 
-    def tell_ranks(self, message: Ended | RankOrder) -> None:
+    def tell_ranks(self, message: Ended | RankOrder | TierOrder) -> None:
         """Send to the other ranks, if there are any."""
         if self.runner.followers is not None:
             self.runner.followers.tell(message)
+
+    def forget_prefixes(self) -> None:
+        """Drop what no request uses, and all that a tier keeps."""
+        self.book.forget()
+        if self.tier is not None:
+            self.tier.forget()
 
     def local_rank(self) -> LocalRank:
         """This rank, as the destination of its pulls."""
@@ -122,6 +133,8 @@ class Engine:
 
     def retire(self) -> None:
         """Free the role's parts; `weights`, `pool` and `transport` are left."""
+        if self.tier is not None:
+            self.tier.close()
         self.runner.close()
         self.metrics.close()
         if self.tracer is not None:

@@ -187,6 +187,11 @@ class Outbound:
             self._announce(self._by_req[req], req.num_announced_pages, req.num_announced_groups)
             req.num_announced_groups = 0
 
+    def announce_found(self, req: PrefillReq) -> None:
+        """Announce pages that a tier has brought."""
+        if (outgoing := self._by_req.get(req)) is not None:
+            self._announce(outgoing, req.num_announced_pages)
+
     def sweep(self, now: float) -> None:
         """Drop transfers whose lease has expired."""
         for outgoing in list(self._outgoing.values()):

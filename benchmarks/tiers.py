@@ -1,0 +1,151 @@
+"""Agents' sessions over a KV pool that holds a third of them: what a tier below it saves.
+
+    python -m benchmarks.tiers --json tiers.json
+    python -m benchmarks.tiers --sessions 4 --turns 6 --scale 0.25 --tiers none,host
+
+One decode worker of this process, which prefills by itself, serves the same trace without a tier,
+with host memory, and with a directory. A session has one turn in flight, and its tool takes as long
+as the turns of all others: the order in which least recently used pages are of least use. Lengths
+are lognormals, TraceLab's medians by a sixteenth; prompts are random tokens, so lengths alone tell.
+Prefilled tokens stand beside the ideal: every token once. First tokens are of a machine that does
+nothing else, which it has to be. Exits with 1 if a tier saves less than two thirds of the tokens,
+or if an answer is another one.
+"""
+
+import argparse
+import math
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.output import parser, shown, write
+from tests.support.engines import Running, Sections, running, value
+from tests.support.patience import until
+from worker.api import Sampling
+
+SYSTEM = 2048  # tokens, of all sessions
+# (median, sigma) of lognormals: a session's files, what a tool returns, what the model says.
+FILES, APPENDED, SAID, MOST = (312, 1.48), (50, 1.43), (19, 1.0), 3125
+SHARE, PAGE, LEAST_SAVED = 3, 16, 3.0
+HOST_BYTES = 1 << 30
+
+
+class Session:
+    """Its text, and what its next turns add."""
+
+    def __init__(self, options: argparse.Namespace, number: int) -> None:
+        self._own, self._scale = random.Random(f"{options.seed} {number}"), options.scale
+        every = random.Random(options.seed)
+        self.tokens = every.choices(range(5, 1000), k=int(SYSTEM * self._scale))
+        self.tokens += self._drawn(*FILES)
+        self.turns = [
+            (self._drawn(*APPENDED), len(self._drawn(*SAID))) for _ in range(options.turns)
+        ]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its own text in the end."""
+        return len(self.tokens) + sum(len(added) + said for added, said in self.turns)
+
+    def _drawn(self, middle: float, sigma: float) -> list[int]:
+        num = min(MOST, self._own.lognormvariate(math.log(middle), sigma)) * self._scale
+        return self._own.choices(range(5, 1000), k=max(1, int(num)))
+
+
+def sections(options: argparse.Namespace, pages: int, tier: dict[str, Any]) -> Sections:
+    """A worker with so many pages."""
+    return {
+        "model": {"path": options.model},
+        "kv": {"page_size": PAGE, "tier": tier},
+        "engine": {"device": options.device, "num_pages": pages, "max_prefill_tokens": 512},
+        "disaggregation": {"mode": "never"},
+    }
+
+
+def turns(sessions: Sequence[Session], num: int) -> Iterator[tuple[Session, list[int], int]]:
+    """Session, what is added and how much is said, turn by turn of all sessions."""
+    for turn in range(num):
+        for session in sessions:
+            yield session, *session.turns[turn]
+
+
+def serve(cluster: Running, options: argparse.Namespace) -> tuple[list[list[int]], list[float]]:
+    """Answers, and seconds to the first token of turns that are not a session's first."""
+    sessions = [Session(options, number) for number in range(options.sessions)]
+    said, first_s = list[list[int]](), list[float]()
+    for session, added, num in turns(sessions, options.turns):
+        is_first = len(said) < len(sessions)
+        session.tokens += added
+        sampling = Sampling(max_tokens=num, temperature=0.0, ignore_eos=True)
+        (answer,) = cluster.answers([session.tokens], sampling)
+        session.tokens += answer.tokens
+        said.append(answer.tokens)
+        if not is_first:
+            first_s.append(answer.first_at - answer.sent_at)
+    return said, first_s
+
+
+def measured(options: argparse.Namespace, kind: str, pages: int) -> tuple[list[list[int]], Any]:
+    """Answers and figures of one kind of tier."""
+    with tempfile.TemporaryDirectory(prefix="kvlane-tiers-") as folder:
+        tier: dict[str, Any] = {"host": {"host_bytes": HOST_BYTES}, "disk": {"directory": folder}}
+        config = sections(options, pages, tier.get(kind, {}))
+        with running(config, num_prefill=0) as cluster:
+            engine = cluster.workers["decode-0"].engine
+            began_at = time.monotonic()
+            said, first_s = serve(cluster, options)
+            took_s, metrics, below = time.monotonic() - began_at, engine.metrics, engine.tier
+            if below is not None:
+                until(lambda: below.idle)
+            figures = {
+                "prefilled": value(metrics.prompt_tokens),
+                "asked": value(metrics.queried_tokens),
+                "in the pool": value(metrics.cached_tokens),
+                "in the tier": 0 if below is None else value(metrics.tier_tokens(kind)),
+                "dropped pages": 0 if below is None else value(metrics.tier_evicted("dropped")),
+                "first token, median s": median(first_s),
+                "first token, p90 s": sorted(first_s)[int(0.9 * len(first_s))],
+                "took s": took_s,
+            }
+    return said, figures
+
+
+def main() -> int:
+    """0 if all answers are the same, and tiers save enough."""
+    made = parser(__doc__)
+    add = made.add_argument
+    add("--sessions", type=int, default=8)
+    add("--turns", type=int, default=20)
+    add("--scale", type=float, default=0.5, help="of all lengths in tokens")
+    add("--tiers", default="none,host,disk", help="in this order, the first to compare with")
+    add("--model", default="tiny")
+    add("--device", default="cpu")
+    add("--seed", type=int, default=0)
+    options = made.parse_args()
+    sessions = [Session(options, number) for number in range(options.sessions)]
+    system = int(SYSTEM * options.scale)
+    ideal = system + sum(session.num_tokens - system for session in sessions)
+    pages = ideal // PAGE // SHARE
+    longest = max(session.num_tokens for session in sessions)
+    if longest + PAGE > (pages - 1) * PAGE:
+        sys.exit(f"a pool of {pages * PAGE} tokens holds no session of {longest}: more --sessions")
+    print(f"{ideal:,} tokens, the longest session {longest:,}; a pool of {pages * PAGE:,}")
+    figures, answers = dict[str, Any](), dict[str, Any]()
+    for kind in options.tiers.split(","):
+        answers[kind], figures[kind] = measured(options, kind, pages)
+        print(f"{kind}: {figures[kind]}", flush=True)
+    base, *others = figures
+    saved = {kind: figures[base]["prefilled"] / figures[kind]["prefilled"] for kind in others}
+    wrong = [kind for kind in others if answers[kind] != answers[base]]
+    print(f"prefilled tokens of {base}, times those of others: {saved}; other answers: {wrong}")
+    about = {"options": shown(options), "ideal": ideal, "pages": pages, "figures": figures}
+    write(options.json, about | {"saved": saved, "wrong": wrong})
+    return int(bool(wrong) or min(saved.values(), default=LEAST_SAVED) < LEAST_SAVED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

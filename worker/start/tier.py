@@ -1,0 +1,84 @@
+"""Builds the tier below a worker's pool."""
+
+import logging
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+
+from worker.config import TierConfig, WorkerConfig
+from worker.config.checkpoint.shape import ModelShape
+from worker.errors import Unsupported, UserError
+from worker.start.engine import Engine
+from worker.start.memory import GIB
+from worker.transfer.tier.ahead import CopyAhead
+from worker.transfer.tier.arena import PAGE, Arena
+from worker.transfer.tier.base import PageStore
+from worker.transfer.tier.directory import Directory
+from worker.transfer.tier.objects import Form
+from worker.transfer.tier.rows import Row
+from worker.transfer.tier.tier import Tier
+
+log = logging.getLogger("kvlane.tier")
+
+# Copied out of the pool at most: a part of what a bus or a disk moves, as steps and loads go first.
+HOST_BYTES_PER_S, DISK_BYTES_PER_S = 8e9, 1e9
+
+
+def check_tier(config: WorkerConfig, shape: ModelShape) -> None:
+    """Refuse a tier that cannot serve this model, or has no memory. Raises UserError."""
+    tier, path = config.kv.tier, "kv.tier"
+    if not tier.is_on:
+        return
+    if not config.engine.prefix_cache:
+        raise UserError(f"{path} needs engine.prefix_cache, which is off", path)
+    if shape.span and not config.spec.has_weights:
+        raise Unsupported(f"{path} does not serve models whose layers all have a window", path)
+    free = psutil.virtual_memory().available
+    if tier.host_bytes // config.tp > free:
+        raise UserError(
+            f"{path}.host_bytes: {tier.host_bytes / GIB:.2f} GiB, but {free / GIB:.2f} are free "
+            "on this host; lower it",
+            f"{path}.host_bytes",
+        )
+
+
+def add_tier(engine: Engine) -> None:
+    """Give an engine the tier that its configuration asks for, at the leader what is over the rows.
+
+    Its memory is taken, and its directory read, in threads of its rows. Raises UserError if
+    host_bytes hold no page.
+    """
+    tier, pool, group = engine.config.kv.tier, engine.pool, engine.rank_group
+    if not tier.is_on:
+        return
+    layout, state = pool.layout, pool.layout.state
+    form = Form(
+        engine.identity.layout_hash, group.rank, group.size, layout.page_size, layout.page_bytes,
+        0 if state is None else state.slot_bytes,
+    )  # fmt: skip
+    host_bytes, rest = tier.host_bytes // group.size, (pool, form, engine.metrics)
+    rows = list[Row]()
+    on_gpu = pool.device.type == "cuda"
+    if host_bytes:
+        if host_bytes < form.object_bytes + PAGE:
+            path, size = "kv.tier.host_bytes", f"{form.object_bytes * group.size:,}"
+            raise UserError(f"{path}: a page has {size} bytes; set it to many times that", path)
+        make = partial(Arena, host_bytes, form.object_bytes, registered=on_gpu)
+        rows.append(Row("host", make, HOST_BYTES_PER_S, *rest))
+    if tier.directory:
+        rows.append(Row("disk", lambda: _directory(tier, form, on_gpu), DISK_BYTES_PER_S, *rest))
+    where, size = tier.directory or "no directory", f"{form.object_bytes:,}"
+    kept = f"{host_bytes / GIB:.2f} GiB of host memory, {where}"
+    log.info("KV tier: %s; %s bytes a page of %d tokens", kept, size, form.page_size)
+    engine.rows = rows
+    if group.rank == 0:
+        book, meter = engine.book, engine.meter
+        rest = engine.metrics, engine.tell_ranks, lambda: meter.num_steps
+        engine.tier = Tier(CopyAhead(book, form, rows, *rest), lambda: meter.prefill_s_per_token)
+
+
+def _directory(tier: TierConfig, form: Form, on_gpu: bool) -> PageStore:
+    staged = torch.empty(form.object_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+    return Directory(Path(tier.directory), form.owner, tier.directory_bytes, staged)

@@ -1,0 +1,186 @@
+"""A directory on a disk of the node, as a store: a file an object, below one folder an owner.
+
+Workers of a node share it, and it outlives them. A thread looks what others have written; what it
+says is a hint: a file that is gone is no object, and one that is wrong fails its checks. A file is
+whole when it gets its name, but for a machine that loses power; the checksum is for that.
+"""
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from worker.transfer.tier.base import Fill, PageStore, Take
+from worker.transfer.tier.objects import Corrupt
+
+log = logging.getLogger("kvlane.tier")
+
+SUFFIX, BEGUN = ".kv", ".begun"
+LOOK_S, LOOK_SHARE = 0.5, 20  # between two looks; and so many times as long as the last one took
+STALE_S = 600.0  # after which a file that was begun is nobody's
+
+
+class Found(NamedTuple):
+    """An object's file."""
+
+    used_at: float  # seconds since 1970, by its file's time
+    path: Path
+    num_bytes: int
+
+
+def objects_below(root: Path) -> Iterator[Found]:
+    """All objects of all owners; raises OSError if the root cannot be read."""
+    for folder in list(os.scandir(root)):
+        if not folder.is_dir(follow_symlinks=False):
+            continue
+        for entry in os.scandir(folder.path):
+            try:
+                stat = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue  # evicted meanwhile
+            if entry.name.endswith(SUFFIX):
+                yield Found(stat.st_mtime, Path(entry.path), stat.st_size)
+            elif entry.name.startswith(BEGUN) and time.time() - stat.st_mtime > STALE_S:
+                Path(entry.path).unlink(missing_ok=True)
+
+
+class Directory(PageStore):
+    """num_bytes of files below `root`, those of other owners among them; see `Arena`.
+
+    Raises OSError if it cannot be made, is another user's, or is open to others.
+    """
+
+    name, every = "disk", 1
+
+    def __init__(self, root: Path, owner: str, num_bytes: int, staged: Tensor) -> None:
+        """staged: [object_bytes] u8, by way of which objects are read and written."""
+        self._root, self._own = root, root / owner
+        self._most_bytes, self._object_bytes = num_bytes, staged.numel()
+        for folder in (root, self._own):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            stat = folder.stat()
+            if stat.st_uid != os.geteuid() or stat.st_mode & 0o077:
+                raise PermissionError(f"{folder} is not ours alone: chmod 700, or take another")
+        self._staged = memoryview(staged.numpy().data).cast("B")
+        self._lock = threading.Lock()
+        self._files: OrderedDict[Path, int] = OrderedDict()  # sizes; least recently used first
+        self._own_keys: set[bytes] = set()
+        self._put_meanwhile: dict[Path, int] = {}
+        self.num_bytes = 0
+        self._numbers = itertools.count()
+        self._ends = threading.Event()
+        self._look()
+        threading.Thread(target=self._keep_looking, name="kvlane-disk-look", daemon=True).start()
+
+    def exists(self, key: bytes) -> bool:
+        return key in self._own_keys
+
+    def put(self, key: bytes, fill: Fill) -> bool:
+        path = self._path(key)
+        if not path.exists():
+            if not fill(self._staged):
+                return False
+            self._make_room()
+            begun = self._own / f"{BEGUN}-{os.getpid()}-{next(self._numbers)}"
+            try:
+                fd = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                with open(fd, "wb", buffering=0) as file:
+                    left = self._staged
+                    while left:
+                        left = left[file.write(left) :]
+                begun.rename(path)
+            except OSError:
+                begun.unlink(missing_ok=True)
+                raise
+        self._note(path, self._object_bytes)
+        return True
+
+    def get(self, key: bytes, take: Take) -> None:
+        path = self._path(key)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            self._leave_out(path)
+            raise KeyError(key) from None
+        with open(fd, "rb", buffering=0) as file:
+            at = 0
+            while count := file.readinto(self._staged[at:]):
+                at += count
+            if at < self._object_bytes or file.read(1):
+                raise Corrupt("its file has another length")
+            os.utime(fd)
+        self._note(path, self._object_bytes)
+        take(self._staged)
+
+    def forget(self, key: bytes = b"") -> int:
+        paths = [self._path(key)] if key else [self._path(x) for x in list(self._own_keys)]
+        for path in paths:
+            path.unlink(missing_ok=True)
+            self._leave_out(path)
+        return len(paths)
+
+    def close(self) -> None:
+        self._ends.set()
+
+    def _path(self, key: bytes) -> Path:
+        return self._own / (key.hex() + SUFFIX)
+
+    def _note(self, path: Path, num_bytes: int) -> None:
+        """A file is there, and was used last."""
+        with self._lock:
+            self._put_meanwhile[path] = num_bytes
+            self.num_bytes += num_bytes - self._files.pop(path, 0)
+            self._files[path] = num_bytes
+            self._own_keys.add(bytes.fromhex(path.stem))
+
+    def _leave_out(self, path: Path) -> None:
+        with self._lock:
+            self.num_bytes -= self._files.pop(path, 0)
+            if path.parent == self._own:
+                self._own_keys.discard(bytes.fromhex(path.stem))
+
+    def _make_room(self) -> None:
+        while self._files and self.num_bytes + self._object_bytes > self._most_bytes:
+            path = next(iter(self._files))
+            path.unlink(missing_ok=True)
+            self._leave_out(path)
+
+    def _keep_looking(self) -> None:
+        pause_s = LOOK_S
+        seen = self._times()
+        while not self._ends.wait(pause_s):
+            began_at = time.monotonic()
+            try:
+                if (now := self._times()) != seen:
+                    seen = now
+                    self._look()
+            except OSError as error:  # the row's own calls fail too, and say so
+                log.debug("%s: %s", self._root, error)
+            pause_s = max(LOOK_S, LOOK_SHARE * (time.monotonic() - began_at))
+
+    def _times(self) -> list[int]:
+        """What changes with the files there."""
+        return [os.stat(folder).st_mtime_ns for folder in os.scandir(self._root)]
+
+    def _look(self) -> None:
+        with self._lock:
+            self._put_meanwhile.clear()
+        found = sorted(x for x in objects_below(self._root) if _is_named(x.path))
+        with self._lock:
+            files = {x.path: x.num_bytes for x in found} | self._put_meanwhile
+            self._files = OrderedDict(files)
+            self.num_bytes = sum(files.values())
+            own = (path.stem for path in files if path.parent == self._own)
+            self._own_keys = set(map(bytes.fromhex, own))
+
+
+def _is_named(path: Path) -> bool:
+    """Whether a file's name is a key."""
+    return len(path.stem) == 64 and set(path.stem) <= set("0123456789abcdef")

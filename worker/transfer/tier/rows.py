@@ -1,0 +1,284 @@
+"""A row of a tier: a store, and the thread that copies between it and the pool.
+
+The store's calls may hang, and what they bring may be wrong. So a page of the pool is written only
+after its object has been read and verified, and never once its load was cancelled. Pages that are
+copied out may be freed meanwhile: then what was copied is torn, and is not kept.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+
+from worker.cache.pool import KVPool
+from worker.observe.metrics import WorkerMetrics
+from worker.seldom import Seldom
+from worker.transfer.tier.base import PageStore
+from worker.transfer.tier.objects import Corrupt, Form, Source
+
+log = logging.getLogger("kvlane.tier")
+
+MOST_COPIES = 4096  # that wait; later ones are left out
+MAX_FAILURES, PAUSE_S = 3, 20.0  # so many in a row, and a row is asked nothing for so long
+CLOSE_S = 1.0  # for a call of the store's to return; then its thread is left behind
+
+
+class Copy(NamedTuple):
+    """A settled page, or part of a snapshot, that is to be kept, for all rows."""
+
+    source: Source
+    watched: Mapping[int, object]  # marks by page or slot; whoever frees one takes its mark out
+    mark: object
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether its page was freed since."""
+        return self.watched.get(self.source.place) is not self.mark
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Pages on their way into the pool, one after the other, from the rows that have them."""
+
+    parts: Sequence[tuple["Row", Source]]
+    num_loaded: int = 0  # pages that are here and verified
+    cause: str = ""  # why it ended early
+    row: str = ""  # which row was asked last
+    began_at: float = 0.0  # monotonic; 0: not yet
+    is_over: bool = False  # nothing is written any more
+    _cancelled: bool = False
+    _writes: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def cancel(self, cause: str) -> None:
+        """Let no further page be written."""
+        with self._lock:
+            self._cancelled = True
+            self.cause = self.cause or cause
+            self.is_over = self.is_over or not self._writes
+
+    def write(self, write: Callable[[], None]) -> None:
+        """Have a page written, unless it is cancelled."""
+        with self._lock:
+            if self._cancelled:
+                return
+            self._writes = True
+        write()
+        with self._lock:
+            self._writes = False
+            self.num_loaded += not self._cancelled
+
+    def end(self, cause: str = "") -> None:
+        """It goes no further."""
+        with self._lock:
+            self._writes, self.is_over = False, True
+            self.cause = self.cause or cause
+
+
+class Mover:
+    """Copies between pages of the pool and bytes of the host, on a stream of its own."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool, on_gpu = pool, pool.device.type == "cuda"
+        self._stream = torch.cuda.Stream(pool.device) if on_gpu else None
+
+    def copy(self, source: Source, body: memoryview, *, outwards: bool) -> None:
+        """Copy a page or part to `body`, or overwrite it from there."""
+        at, flat = 0, torch.frombuffer(body, dtype=torch.uint8)
+        if source.part < 0:
+            pieces = self._pool.pieces(source.place)
+        else:
+            pieces = [self._pool.slot(source.place).split(len(body))[source.part]]
+        with torch.cuda.stream(self._stream):
+            for piece in pieces:
+                host = flat[at : at + piece.numel()]
+                at += piece.numel()
+                to, of = (host, piece) if outwards else (piece, host)
+                to.copy_(of, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+@dataclass(eq=False)
+class Row:
+    """A store with its thread. Methods are the engine's, but for those of the thread."""
+
+    name: str
+    make: Callable[[], PageStore]  # in the thread
+    bytes_per_s: float  # of copies out of the pool, at most
+    pool: KVPool
+    form: Form
+    metrics: WorkerMetrics
+
+    def __post_init__(self) -> None:
+        """Start the thread."""
+        self.wake: Callable[[], None] = lambda: None  # called at the end of a load
+        self._store: PageStore | None = None  # until it is made
+        self._changed = threading.Condition()
+        self._copies: deque[Copy] = deque()
+        self._loads: deque[Load] = deque()
+        self._is_closed = self._is_busy = self._forgets = False
+        self.moved_at = 0.0  # when a call of the store's has returned, monotonic
+        self._num_failures, self._paused_until = 0, 0.0
+        self._log, series = Seldom(), self.metrics.tier_bytes(self.name)
+        series.set_function(lambda: self._store.num_bytes if self._store else 0)
+        self._thread = threading.Thread(target=self._run, name=f"kvlane-{self.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is copied or waits for it."""
+        return not (self._copies or self._loads or self._is_busy or self._forgets)
+
+    def has(self, key: bytes) -> bool:
+        """Whether an object seems to be there, and can be asked for."""
+        store = self._store
+        if store is None or self._forgets or time.monotonic() < self._paused_until:
+            return False
+        return store.exists(key)
+
+    def offer(self, copy: Copy) -> None:
+        """Keep a page soon, unless too many wait."""
+        if len(self._copies) >= MOST_COPIES:
+            self.metrics.tier_pages(self.name, "behind").inc()
+            return
+        with self._changed:
+            self._copies.append(copy)
+            self._changed.notify()
+
+    def load(self, load: Load) -> None:
+        """Bring the pages of `load` that are here and follow those that it has."""
+        with self._changed:
+            self._loads.append(load)
+            self._changed.notify()
+
+    def worked(self) -> None:
+        """A load has come whole."""
+        self._num_failures = 0
+
+    def failed(self, cause: str, why: str, *, pauses: bool = True) -> None:
+        """Count a failure; some in a row that pause it do so."""
+        self.metrics.tier_failures(self.name, cause).inc()
+        if self._log.news(self.name, cause):
+            log.warning("tier %s: %s: %s; what it should have brought is computed", self.name,
+                        cause, why)  # fmt: skip
+        self._num_failures += pauses
+        if self._num_failures >= MAX_FAILURES:
+            self._num_failures, self._paused_until = 0, time.monotonic() + PAUSE_S
+            log.warning("tier %s is asked nothing for %.0f s", self.name, PAUSE_S)
+
+    def forget(self) -> None:
+        """Delete all objects soon; none of them is there any more."""
+        with self._changed:
+            self._copies.clear()
+            self._forgets = True
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread; the pool is not touched afterwards, though a store may hang."""
+        with self._changed:
+            self._is_closed = True
+            self._copies.clear()
+            for load in self._loads:
+                load.cancel("closed")
+            self._changed.notify()
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        try:
+            self._store = self.make()
+        except OSError as error:
+            self.failed("failed", str(error))
+            self._paused_until = float("inf")
+            return
+        mover = Mover(self.pool)
+        try:
+            while (work := self._next()) is not None:
+                match work:
+                    case Load():
+                        self._bring(work, mover)
+                    case Copy() if work.is_torn:
+                        self.metrics.tier_pages(self.name, "torn").inc()
+                    case Copy():
+                        self._keep(work, mover)
+                    case _:
+                        self._store.forget()
+                        self._forgets = False
+                self._is_busy, self.moved_at = False, time.monotonic()
+            self._store.close()
+        except Exception:  # our own bug, or a store's: loads that wait are late
+            log.exception("tier %s has failed and is asked nothing any more", self.name)
+            self._paused_until = float("inf")
+
+    def _next(self) -> "Load | Copy | Literal['forget'] | None":
+        """What is to be done, once there is something; None: no more."""
+        with self._changed:
+            self._changed.wait_for(self._is_due)
+            if self._is_closed:
+                return None
+            self._is_busy = True
+            if self._forgets:
+                return "forget"
+            return self._loads.popleft() if self._loads else self._copies.popleft()
+
+    def _is_due(self) -> bool:
+        return bool(self._is_closed or self._forgets or self._loads or self._copies)
+
+    def _keep(self, copy: Copy, mover: Mover) -> None:
+        store, source, form = self._store, copy.source, self.form
+        assert store is not None
+        began_at = time.monotonic()
+
+        def fill(view: memoryview) -> bool:
+            if self._is_closed:
+                return False
+            mover.copy(source, view[form.header_bytes :], outwards=True)
+            form.seal(view, source.key, source.tokens, store.every)
+            return not copy.is_torn
+
+        try:
+            kept = "kept" if store.put(source.key, fill) else "torn"
+        except OSError as error:
+            kept = "failed"
+            self.failed("full", str(error), pauses=False)
+        self.metrics.tier_pages(self.name, kept).inc()
+        left_s = form.object_bytes / self.bytes_per_s - (time.monotonic() - began_at)
+        if left_s > 0:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._loads or self._is_closed or self._forgets, left_s
+                )
+
+    def _bring(self, load: Load, mover: Mover) -> None:
+        store = self._store
+        assert store is not None
+        load.row, load.began_at = self.name, load.began_at or time.monotonic()
+        for row, source in load.parts[load.num_loaded :]:
+            if load.is_over:
+                break
+            if row is not self:
+                row.load(load)
+                return
+
+            def take(view: memoryview, source: Source = source) -> None:
+                body = self.form.body(view, source.key, source.tokens)
+                load.write(lambda: mover.copy(source, body, outwards=False))
+
+            try:
+                store.get(source.key, take)
+            except KeyError:
+                load.end("absent")
+            except Corrupt as error:
+                store.forget(source.key)
+                load.end("corrupt")
+                log.debug("tier %s: %s", self.name, error)
+            except OSError as error:
+                load.end("failed")
+                log.debug("tier %s: %s", self.name, error)
+        load.end()
+        self.wake()
