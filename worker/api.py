@@ -138,8 +138,7 @@ class Sampling(Message, frozen=True):
     logprobs: int = -1  # likeliest alternatives beside a token's own logprob; -1 = no logprobs
     grammar: str = ""  # llguidance grammar that the output must follow; "" = free
     return_trace: bool = False  # chunks of decode steps come with their windows
-    # As `logprobs`, of the prompt but its first token; all of it is computed where its output is.
-    prompt_logprobs: int = -1
+    prompt_logprobs: int = -1  # the same of the prompt, all of it computed where its output is
 
     @property
     def changes_logits(self) -> bool:
@@ -177,7 +176,7 @@ class Generate(OfRequest, frozen=True):
     salt: str = ""  # requests with another one share no KV with it; those without any do
     leads: bool = False  # further choices follow, which go on from the state of its prompt
     session: str = ""  # "owner/name", digests, of whose turn it is: steers eviction alone
-    keep_s: float = 0.0  # from its end, for which its pages are worth keeping: of a session alone
+    keep_s: float = 0.0  # of a session: from its end, for which its pages are worth keeping
     grammar_age: int = 0  # above 0: sampling.grammar is not written out (`worker.config.said`)
 
 

@@ -60,12 +60,12 @@ ROOT_FILES = 13  # of worker, __init__ among them
 
 # What grows unseen if nothing caps it; `tests.support.structure` prints the figures.
 MAX = {
-    "worker": 34_200,
-    "router": 16_200,
-    "cluster": 7_600,
-    "product": 57_900,
-    "tests": 64_250,
-    "benchmarks": 8_490,
+    "worker": 36_200,
+    "router": 16_500,
+    "cluster": 7_650,
+    "product": 60_350,
+    "tests": 66_500,
+    "benchmarks": 9_400,
     "tests / product": 1.11,
     "wide functions": 12,
     "each": 226,

@@ -35,13 +35,13 @@ def _of_bits(bits, dtype):
 
 
 def _places(text: str, **words: str) -> Any:
-    """A constant of kernels: assembly for each four bits of 16."""
+    """A constant of kernels: assembly for all four bits of 16."""
     for name, word in words.items():
         text = text.replace(name, word)
     return tl.constexpr(tuple(text.replace("PLACE", str(4 * place)) for place in range(4)))
 
 
-# Of each 16 bits, two of which are in a register, four as a number of 16: 128 + them in bf16,
+# Of 16 bits, two of which are in a register, four as a number of 16: 128 + them in bf16,
 # 1024 + them in f16; or as a code of e2m1, whose exponent lacks a bias.
 INTEGER = "{ .reg .b32 t; shr.b32 t, $1, PLACE; lop3.b32 $0, t, 0x000F000F, POWER, 0xEA; }"
 CODE = (

@@ -90,10 +90,10 @@ class FourBits(Format):
             text = f"{', '.join(parts.rows)}: {columns.size} columns"
             raise Unsupported(f"{text} in groups of {self._group} are no whole lines of {LINE}")
         of_groups = coarse(columns, self._group) if self._group else all_of(1)
-        lines, each = coarse(columns, LINE), LINE // 2
-        of_bytes = slice(each * lines.held.start, each * lines.held.stop)
+        lines, half = coarse(columns, LINE), LINE // 2
+        of_bytes = slice(half * lines.held.start, half * lines.held.stop)
         grids = {
-            VALUES: Grid(Part(each * lines.size, of_bytes), dtype=torch.uint8),
+            VALUES: Grid(Part(half * lines.size, of_bytes), dtype=torch.uint8),
             SCALES: Grid(of_groups, dtype=KINDS[self._kind]),
         }
         if self._has_zeros:

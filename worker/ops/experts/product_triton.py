@@ -222,12 +222,9 @@ def expert_products_triton(
         return expert_products_ref(x, routes, gate_up, down, held, out, None, packed, finish)
     (n, size), top_k = x.shape, routes.ids.shape[1]
     width, num_rows = gate_up.shape[1] // 2, n * top_k
-    if packed is None:
-        assert (gate_up.shape[2], down.shape[2]) == (size, width)
-    else:
-        assert (gate_up.shape[2], down.shape[2]) == (bytes_of(size), bytes_of(width))
-    assert gate_up.shape[:2] == (held.count, 2 * width)
-    assert down.shape[:2] == (held.count, size)
+    stored = (size, width) if packed is None else (bytes_of(size), bytes_of(width))
+    assert gate_up.shape == (held.count, 2 * width, stored[0])
+    assert down.shape == (held.count, size, stored[1])
     assert x.stride(1) == 1
     hidden, parts = x.new_empty(num_rows, width), x.new_empty(num_rows, size)
     (of_up, of_down), (up_four, down_four) = scales or (None, None), packed or (None, None)
@@ -263,8 +260,7 @@ def expert_products_triton(
                 GAIN=finish.gain, PLUS=finish.plus, LIMIT=finish.limit,
             ),
         )  # fmt: skip
-    out = torch.empty_like(x) if out is None else out
-    block = min(1024, power_of_two(size))
+    out, block = torch.empty_like(x) if out is None else out, min(1024, power_of_two(size))
     _combine_kernel[(n, -(-size // block))](
         parts, routes.ids, out, size, out.stride(0), *held,
         **overlap(x, TOP_K=top_k, BLOCK=block, num_warps=4),
