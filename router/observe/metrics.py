@@ -86,21 +86,25 @@ class RouterMetrics(Families):
     )
     pulls = histogram(
         "request_pull_seconds",
-        "Time in which a choice's KV came from a prefill worker, of those whose KV did",
+        "Time in which a choice's KV came from a prefill worker",
         buckets=STAGE_BUCKETS,
     )
-    pulled_bytes = counter("request_pulled_bytes", "Bytes of KV that came so")
+    pulled_bytes = counter("request_pulled_bytes", "Bytes of KV that choices pulled")
     sessions = gauge("sessions", "Sessions of the last minutes")
-    turns = counter("session_turns", "Their turns: home (where the last went), moved, new", "where")
-    turn_tokens = counter("session_prompt_tokens", "Their prompt tokens", "where")
-    turn_cached = counter("session_prompt_tokens_cached", "Of these, found", "where")
+    turns = counter(
+        "session_turns", "Turns of sessions: home (where the last went), moved, new", "where"
+    )
+    turn_tokens = counter("session_prompt_tokens", "Prompt tokens of sessions", "where")
+    turn_cached = counter(
+        "session_prompt_tokens_cached", "Prompt tokens of sessions, found in a cache", "where"
+    )
     running = gauge("requests_running", "Choices that are at a decode worker")
     waiting = gauge("requests_waiting", "Choices that wait for a decode worker")
     decoding = gauge("requests_decoding", "Choices that have had their first token")
     alive = gauge("workers_alive", "Workers that answer this router", "worker_role")
     deaths = counter(
         "worker_deaths",
-        "Workers that died, each with all of its ranks, since this router has been here",
+        "Workers that died, with all their ranks, since this router began",
         "worker_role",
     )
     prompt_chars = reading("prompt_chars", "Characters of prompts that were tokenized in parts")

@@ -65,8 +65,8 @@ stage = _declare("histogram", STAGE_BUCKETS)
 # Of every process that has a wire.
 WIRE_REFUSED = reading(
     "wire_refused",
-    "Frames that are not ours or not their sender's; connections with no member's key; messages of "
-    "members about what is another's",
+    "Refused: foreign or forged frames, connections without a member's key, messages about what "
+    "is another's",
     "what",
 )
 
@@ -170,13 +170,12 @@ class WorkerMetrics(Families):
     )
     spec_undrafted = reading(
         "spec_undrafted_steps",
-        "Windows without any draft: a request's first step, one behind a step of width 1, or "
-        "one for which prompt lookup found nothing",
+        "Windows without a draft: first steps, behind a step of width 1, prompt lookup found none",
     )
     spec_first_acceptance = gauge(
         "spec_first_acceptance",
-        f"Share of first drafts that the first {NUM_FIRST} windows accepted; 0 until then, and "
-        "with prompt lookup, where it depends on the text",
+        f"Share of first drafts that the first {NUM_FIRST} windows accepted; 0 until then "
+        "and with prompt lookup",
     )
     spec_width = histogram(
         "spec_width", "Width of each decode step of a worker that verifies", buckets=WIDTH_BUCKETS
@@ -223,21 +222,19 @@ class WorkerMetrics(Families):
     )
     moe_busiest_share = gauge(
         "moe_busiest_share",
-        "Share of tokens that the busiest expert of a layer has had, the mean of layers; 1 / "
-        "experts if they are even",
+        "Share of tokens that a layer's busiest expert had, mean of layers; 1 / experts if even",
     )
     tier_tokens = counter(
         "kv_tier_tokens", "Prompt tokens whose KV was found in a tier, verified and used", "tier"
     )
     tier_pages = counter(
         "kv_tier_pages",
-        "Settled pages by what became of their copy: kept, torn (freed meanwhile), behind (too "
-        "many waited) or failed",
+        "Settled pages by their copy: kept, torn (freed meanwhile), behind (too many wait), failed",
         "tier", "outcome",
     )  # fmt: skip
     tier_failures = counter(
         "kv_tier_failures",
-        "Calls of a tier that came to nothing; what it should have brought is computed",
+        "Calls of a tier that came to nothing",
         "tier", "cause",
     )  # fmt: skip
     tier_bytes = gauge("kv_tier_bytes", "Bytes that a tier keeps", "tier")
