@@ -29,6 +29,7 @@ from worker.errors import UserError
 
 # What transformers has not, or what has more around a text that is a case; where it is tested.
 ELSEWHERE = {
+    "GptOssForCausalLM": "tests/equivalence/test_oss.py",
     "MiMoForCausalLM": "tests/equivalence/test_mtp.py",
     "Qwen3_5ForConditionalGeneration": "tests/equivalence/test_mtp.py",
     "Qwen3_5MoeForConditionalGeneration": "tests/equivalence/test_expert_models.py",

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from benchmarks.train.chats import Chat, short_chat
 from benchmarks.train.sums import newcomer_chat
 from benchmarks.train.tools import RESULT
-from worker.ops.packed import as_packed, worth
+from worker.ops.packed import as_packed, unpacked, worth
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = "<|return|>", "<|call|>"  # of an answer; beside END_OF_TEXT
@@ -150,7 +150,7 @@ class Rounded(nn.Module):
 
 
 def packed(stack: Tensor) -> tuple[Tensor, Tensor]:
-    """(two numbers a byte [number, rows, columns / 2], scales [number, rows, groups]), both u8."""
+    """(lines [number, rows, columns / 2], scales [number, rows, groups]), both u8: see ops.packed."""
     rows = stack.detach().float().transpose(1, 2).contiguous()
     values, scales, _ = as_packed(rows, rows.shape[2] // GROUP, torch.uint8)
     return values, scales
@@ -177,6 +177,8 @@ def published(model: Any) -> dict[str, Tensor]:
     for name in [name for name in made if name.endswith(("gate_up_proj", "down_proj"))]:
         values, scales = packed(made.pop(name))
         groups = scales.shape[2]
-        made[f"{name}_blocks"] = values.unflatten(2, (groups, GROUP // 2))
+        numbers = unpacked(values)
+        pairs = numbers[..., ::2] | numbers[..., 1::2] << 4
+        made[f"{name}_blocks"] = pairs.unflatten(2, (groups, GROUP // 2))
         made[f"{name}_scales"] = scales
     return made

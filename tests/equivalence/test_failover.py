@@ -83,7 +83,7 @@ class Losing:
 @pytest.fixture(scope="module", params=SERVED, ids=str)
 def served(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Served]:
     drafter, tp, dtype = request.param
-    model: dict[str, Any] = {"dtype": "float32", "max_model_len": 256}
+    model: dict[str, Any] = {"dtype": "float32", "max_model_len": 320}
     if dtype == "both":
         path = shutil.copytree(TINY, tmp_path_factory.mktemp("eight") / "tiny")
         published(path, "fp8")

@@ -57,7 +57,7 @@ def mixed() -> Plain:
     assert value(engine.metrics.preemptions) > 3, "pages were not short enough"
     assert value(engine.metrics.cached_tokens) > 0, "nothing was shared"
     reasons = [each.finish_reason for ask, each in zip(asked, answers, strict=True) if not ask.cut]
-    assert min(reasons.count(each) for each in (FinishReason.STOP, FinishReason.LENGTH)) > 3
+    assert min(reasons.count(each) for each in (FinishReason.STOP, FinishReason.LENGTH)) > 2
     return asked, answers
 
 

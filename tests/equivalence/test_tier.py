@@ -305,7 +305,7 @@ def test_lengths_around_every_boundary_of_pages(expected, alone: Running) -> Non
     with running(tiered(HOST), num_prefill=0) as cluster:
         one_by_one(cluster, [text])
         for number, length in enumerate(lengths):
-            one_by_one(cluster, prompts()[2:4])  # evicts
+            one_by_one(cluster, prompts()[1:4])  # evicts
             before = value(engine_of(cluster).metrics.tier_tokens("host"))
             assert one_by_one(cluster, [text[:length]]) == [cold[number]]
             after = value(engine_of(cluster).metrics.tier_tokens("host"))

@@ -12,7 +12,7 @@ def _poll(load: Any, is_late: Any, control: Any) -> Any:
     since, at = time.monotonic_ns(), control.to(tl.pointer_type(tl.int64))
     loaded = load()
     while tl.max(is_late(loaded), 0):
-        time.sleep(0.004)  # the peer may wait for this very core, and a look takes a millisecond
+        time.sleep(0.001)  # the peer may wait for this very core
         if time.monotonic_ns() - since > int(tl.load(at + 1)):
             tl.store(at, 1)
         if bool(tl.load(at) != 0):

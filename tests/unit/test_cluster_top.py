@@ -25,7 +25,7 @@ from worker.errors import UserError, WorldError
 
 BOARD = Board(
     state="bad", summary="prefill-0 is lost", model="tiny", version="1", told_by="router-0",
-    window_s=300.0, step_s=2.0, running=3, waiting=1,
+    window_s=300.0, step_s=2.0, running=3, waiting=1, sessions=0, turns={},
     outcomes={"stop": 7, "busy": 2, "invalid_value": 1}, errors={"busy": 2},
     prompt_tokens=400, cached_tokens=100, prefills={"local": 6, "pulled": 4},
     pulled_bytes=3_000_000, pull_s=0.02, rates=Rates(0.5, 1200.0, 34.4),

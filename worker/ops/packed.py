@@ -34,8 +34,7 @@ def worth(
     values: u8 [.., n, bytes], whole lines; scales: [.., n, groups]; zeros: u8, of their shape;
     factors: f32 [.., n, 1].
     """
-    lines = values.unflatten(-1, (-1, LINE // 4, 2))
-    q = torch.stack((lines & 15, lines >> 4), -1).movedim(-3, -1).flatten(-4)
+    q = unpacked(values)
     groups = q.unflatten(-1, (scales.shape[-1], -1))
     if scales.dtype == torch.uint8:
         steps = torch.ones_like(scales, dtype=torch.float32).ldexp(scales.int() - E8M0_BIAS)
@@ -111,6 +110,12 @@ def _paired(q: Tensor) -> Tensor:
     """u8 [.., bytes] of numbers [.., k] of four bits, in whole lines."""
     q = _lines(q.to(torch.uint8), LINE)
     return torch.stack(tuple(q[..., i, :] | q[..., i + 1, :] << 4 for i in (0, 2)), -1).flatten(-3)
+
+
+def unpacked(values: Tensor) -> Tensor:
+    """u8 [.., 2 · bytes] of four bits, of [.., bytes] in whole lines."""
+    lines = values.unflatten(-1, (-1, LINE // 4, 2))
+    return torch.stack((lines & 15, lines >> 4), -1).movedim(-3, -1).flatten(-4)
 
 
 def as_lines(pairs: Tensor) -> Tensor:
