@@ -150,7 +150,7 @@ class Rounded(nn.Module):
 
 
 def packed(stack: Tensor) -> tuple[Tensor, Tensor]:
-    """(lines [number, rows, columns / 2], scales [number, rows, groups]), both u8: see ops.packed."""
+    """(lines [number, rows, columns / 2], scales [number, rows, groups]), u8: see ops.packed."""
     rows = stack.detach().float().transpose(1, 2).contiguous()
     values, scales, _ = as_packed(rows, rows.shape[2] // GROUP, torch.uint8)
     return values, scales

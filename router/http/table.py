@@ -44,7 +44,11 @@ class Content(NamedTuple):
         example = self.example
         if isinstance(example, dict) and "model" in example:
             example = {**cast("dict[str, Any]", example), "model": model}
-        reference = {"$ref": REF + self.schema.__name__} if self.schema else {}
+        reference: dict[str, Any] = {"$ref": REF + self.schema.__name__} if self.schema else {}
+        if self.media == EVENTS:  # of an event, as OpenAPI 3.2 has it
+            data = {"type": "string", "contentMediaType": JSON, "contentSchema": reference}
+            either = {"anyOf": [data, {"const": "[DONE]"}]}
+            reference = {"type": "object", "required": ["data"], "properties": {"data": either}}
         return {self.media: {"schema": reference, "example": example}}
 
 

@@ -41,8 +41,8 @@ def test_openai_of_this_environment(cluster: Serve) -> None:
 @pytest.mark.parametrize(
     "library",
     [
-        "openai", "litellm", "langchain_openai", "llama_index", "instructor", "pydantic_ai", "dspy",
-        "anthropic", "agents",
+        "openai", "langchain_openai", "llama_index", "instructor", "pydantic_ai", "dspy",
+        "anthropic", "agents", pytest.param("litellm", marks=pytest.mark.whole),
     ],
 )  # fmt: skip
 def test_library(cluster: Serve, library: str) -> None:

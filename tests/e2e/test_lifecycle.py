@@ -177,7 +177,8 @@ def test_a_serve_that_was_killed_leaves_nothing_after_a_while(
     assert serve.leftovers() == []
 
 
-@pytest.mark.parametrize("joins", [True, *pairwise.in_whole((False,))])
+@pytest.mark.whole
+@pytest.mark.parametrize("joins", [True, False])
 def test_a_placement_that_cannot_be_met_says_what_is_missing(
     joins: bool, clusters: Clusters, request: pytest.FixtureRequest
 ) -> None:

@@ -215,7 +215,7 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["eagle3", "dflash", *more("eagle", "mtp")])
+@pytest.mark.parametrize("form", ["dflash", *more("eagle", "eagle3", "mtp")])
 def test_the_laws_hold(form: str, known: Known) -> None:
     obeys(known, form)
 

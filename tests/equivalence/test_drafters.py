@@ -202,7 +202,8 @@ def test_chunks_with_every_border(form: str, known: Known) -> None:
     made.close()
 
 
-@pytest.mark.parametrize("page_size", [1, *more(16)])
+@pytest.mark.whole
+@pytest.mark.parametrize("page_size", [1, 16])
 def test_blocks_that_are_longer_than_what_is_verified(page_size: int, known: Known) -> None:
     """Pages are there for all of a block, also behind the end of a text that fills the model."""
     directory, asked = known.directory("dflash"), known.asked["seeded"]

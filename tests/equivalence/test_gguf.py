@@ -145,6 +145,7 @@ def test_two_ranks_hold_what_one_does_and_a_model_may_lie_in_several_files(tmp_p
             assert torch.equal(shard.dest, shard.of(wanted[key.tensor])), key
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(not smollm2.IS_HERE, reason=smollm2.ABSENT)
 def test_a_real_model_answers_as_transformers_does() -> None:
     """`tests.support.smollm2` shows it at length, of a cluster. Here prompt lookup drafts; with

@@ -18,7 +18,6 @@ COPIED = ("worker", "router", "cluster", "tests")
 # Of the product, apart from what is new: a family has a row, its class's defaults, and its scoring.
 MAX_CHANGED_FILES, MAX_CHANGED_LINES = 3, 12
 PATCHES = sorted(path.stem for path in HERE.glob("*.patch"))
-FIRST, *OTHERS = PATCHES  # the others' own tests run with --whole
 
 
 def changed_lines(patch: str) -> dict[str, int]:
@@ -40,9 +39,8 @@ def test_an_exercise_adds_files_and_rows(name: str) -> None:
     subprocess.run(applies, cwd=REPOSITORY, check=True)
 
 
-@pytest.mark.parametrize(
-    "name", [FIRST, *(pytest.param(name, marks=pytest.mark.whole) for name in OTHERS)]
-)
+@pytest.mark.whole
+@pytest.mark.parametrize("name", PATCHES)
 def test_an_exercise_passes_its_own_test(name: str, tmp_path: Path) -> None:
     for folder in COPIED:
         shutil.copytree(REPOSITORY / folder, tmp_path / folder)  # with what is compiled already

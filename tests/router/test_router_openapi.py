@@ -23,7 +23,9 @@ def document(served: Served) -> dict[str, Any]:
 
 
 def check(document: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
-    """`value` fits a schema of the document."""
+    """`value` fits a schema of the document, or of an event's data."""
+    if "properties" in schema:
+        schema = schema["properties"]["data"]["anyOf"][0]["contentSchema"]
     whole = {"components": document["components"], **schema}
     jsonschema.Draft202012Validator(whole).validate(value)
 

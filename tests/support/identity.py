@@ -3,8 +3,9 @@
     python -m tests.support.identity              digests and layout hashes beside the recorded ones
     python -m tests.support.identity --record     writes them into identities.json
 
-The record is of 5fb54f23, but of weights that are younger. Workers of two versions serve one cluster while it is upgraded, so a
-change that moves one of these numbers has to be meant. The file runs in a checkout of that commit:
+The record is of 5fb54f23, but for younger weights. Workers of two versions serve one cluster while
+it is upgraded, so a change that moves one of these numbers has to be meant. The file runs in a
+checkout of that commit:
 
     cd CHECKOUT && PYTHONPATH=. python .../tests/support/identity.py
 """

@@ -99,6 +99,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     engine.close()
 
 
+@pytest.mark.whole
 def test_long_steps_have_the_hidden_states_of_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Near to eager, which multiplies fewer rows in the last layer.
 
