@@ -84,7 +84,7 @@ def computed(cluster: Running) -> float:
     return sum(value(each.engine.metrics.prompt_tokens) for each in cluster.workers.values())
 
 
-@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("mode", ["never", pytest.param("always", marks=pytest.mark.whole)])
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_a_prefix_is_found_after_its_eviction(mode: str, kind: str, expected, tmp_path) -> None:
     """In chunks and pages of either role; what is found is neither computed nor wrong."""
@@ -297,6 +297,7 @@ def test_other_weights_find_nothing(tmp_path: Path) -> None:
     assert found[0] == found[1] == 0 < found[2]
 
 
+@pytest.mark.whole
 def test_lengths_around_every_boundary_of_pages(expected, alone: Running) -> None:
     """Law 10: the last token is computed, and applied once."""
     text = prompts(1)[0]
