@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.clients import load
-from tests.clients.agents import AGENTS
+from tests.clients.coding import AGENTS
 from tests.e2e.harness import INSIDE, REPOSITORY, Serve, enter_namespace_of
 
 CHECKS = REPOSITORY / "tests" / "clients"
