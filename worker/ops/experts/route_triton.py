@@ -53,8 +53,9 @@ def _sum(x, TOKENS: tl.constexpr, SIZE: tl.constexpr):
     """The sums of x [TOKENS, SIZE] over its columns, pair by pair, whatever its layout is."""
     if SIZE == 1:
         return tl.reshape(x, (TOKENS,))
-    even, odd = tl.split(tl.reshape(x, (TOKENS, SIZE // 2, 2)))
-    return _sum(even + odd, TOKENS, SIZE // 2)
+    else:  # what stood behind the branch would be compiled in either case
+        even, odd = tl.split(tl.reshape(x, (TOKENS, SIZE // 2, 2)))
+        return _sum(even + odd, TOKENS, SIZE // 2)
 
 
 @triton.jit
