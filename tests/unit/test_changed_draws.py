@@ -111,7 +111,7 @@ if not INTERPRETED:
             (draw, "DRAW_BLOCK"),
             (changes_triton, "STUCK_BLOCK"),
         ):
-            monkeypatch.setattr(module, name, 512)
+            monkeypatch.setattr(module, name, 512 if whole else 128)
         rows, changes = changed_rows(2, 1000, width)
         made = made_of(changes, 2, 1000, 0, dtype)
         with compiling(draw) as found, compiling(changes_triton) as more, compiling(draw_rows):

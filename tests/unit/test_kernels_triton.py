@@ -178,10 +178,10 @@ if not INTERPRETED:
             )
 
     @pytest.mark.parametrize(
-        ("dtype", "block"), [(torch.bfloat16, None), *in_whole((torch.float32, 512))]
+        ("dtype", "block"), [(torch.bfloat16, 512), *in_whole((torch.bfloat16, None))]
     )
     def test_the_draw_compiles_for_hopper_without_one(dtype, block, monkeypatch) -> None:
-        """Once with the blocks that it has; of smaller ones a compiler is done much sooner."""
+        """With --whole with the blocks that it has, too, of which a compiler is done much later."""
         if block is not None:
             monkeypatch.setattr(draw, "SEARCH_BLOCK", block)
             monkeypatch.setattr(draw, "DRAW_BLOCK", block)
