@@ -294,7 +294,7 @@ if not INTERPRETED:
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
     def test_the_kernels_compile_for_an_h200_one_for_all_widths() -> None:
-        """With --whole with the sizes of a 9B. Widths are arguments that nothing is specialised for."""
+        """With --whole of a 9B's sizes. Widths are arguments that nothing is specialised for."""
         from worker.attention.recurrent import delta_net_triton as kernels
 
         for kernel in (kernels._inputs_kernel, kernels._state_kernel):
