@@ -279,7 +279,7 @@ def assert_two_ranks_equal_one(path: Path, tmp_path: Path, **how: Any) -> None:
 # KV heads that are divided, that are copied; an output bias.
 @pytest.mark.parametrize(
     "case",
-    one_in(3, ["llama-mqa", "qwen2-tied", "llama-bias", "qwen3-next", "qwen3.5", *RANKED]),
+    one_in(6, ["llama-mqa", "qwen2-tied", "llama-bias", "qwen3-next", "qwen3.5", *RANKED]),
 )
 def test_two_ranks_equal_one(case: str, tmp_path: Path):
     save_random(tmp_path / case, *CASES[case])
