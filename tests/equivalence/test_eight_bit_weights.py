@@ -219,6 +219,7 @@ def test_a_norm_that_quantises_leaves_what_one_leaves_that_does_not(
     assert all(map(torch.equal, found, stepped(models.load(saved(), eight=True))))
 
 
+@pytest.mark.whole  # of other models: test_dense_laws.py
 @pytest.mark.filterwarnings(r"ignore:::torch\.")  # of Dynamo
 def test_traced_layers_are_those_of_eager() -> None:
     dense_laws.check_traced(saved())

@@ -244,7 +244,10 @@ def assert_same(reference: torch.nn.Module, path: Path, chunks: tuple[int, ...])
         assert same
 
 
-@pytest.mark.parametrize("case", sorted(CASES))
+FIRST = {of: case for case, (of, _) in reversed(CASES.items())}.values()  # one of each class
+
+
+@pytest.mark.parametrize("case", [*FIRST, *one_in(3, sorted(CASES.keys() - FIRST))])
 def test_logits_and_greedy_ids_equal_transformers(case: str, tmp_path: Path):
     path = tmp_path / case
     assert_same(save_random(path, *CASES[case]), path, chunks=(64, 5))
