@@ -177,11 +177,10 @@ if not INTERPRETED:
                 empty(2, 2048), rotation, (cache, cache), ids, None
             )
 
-    @pytest.mark.parametrize(
-        ("dtype", "block"), [(torch.bfloat16, 512), *in_whole((torch.bfloat16, None))]
-    )
+    @pytest.mark.whole  # of fewer ids, and with changes: test_changed_draws.py
+    @pytest.mark.parametrize(("dtype", "block"), [(torch.bfloat16, None), (torch.float32, 512)])
     def test_the_draw_compiles_for_hopper_without_one(dtype, block, monkeypatch) -> None:
-        """With --whole with the blocks that it has, too, of which a compiler is done much later."""
+        """Once with the blocks that it has; of smaller ones a compiler is done much sooner."""
         if block is not None:
             monkeypatch.setattr(draw, "SEARCH_BLOCK", block)
             monkeypatch.setattr(draw, "DRAW_BLOCK", block)
