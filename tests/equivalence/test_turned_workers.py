@@ -88,7 +88,7 @@ def turn(cluster: Running, role: str, sections: Sections, kept: Kept | None = No
 
 
 @pytest.mark.parametrize(
-    "model", ["plain", *more("chain", "hybrid", "ngram", "dflash", "mooncake", "auto")]
+    "model", ["hybrid", *more("chain", "plain", "ngram", "dflash", "mooncake", "auto")]
 )
 def test_a_turned_worker_answers_as_a_fresh_one_and_loads_nothing(
     model: str, monkeypatch: pytest.MonkeyPatch
