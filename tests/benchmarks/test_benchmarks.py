@@ -113,6 +113,7 @@ def test_a_batch_takes_a_prefill_step_and_a_decode_step_a_token() -> None:
     bench.engine.close()
 
 
+@pytest.mark.whole
 def test_a_made_model_says_a_piece_of_text_for_every_token(tmp_path: Path) -> None:
     make_model(MODELS / "qwen3-8b.json", tmp_path)
     text = Text(tmp_path)

@@ -108,8 +108,7 @@ def linears(model: torch.nn.Module) -> dict[str, Any]:
     return {name.removesuffix(".weight"): each for name, each in found.items()}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.product(kind=tuple(KINDS), form=tuple(FORMS))
 def test_matrices_are_worth_what_the_files_are(kind: str, form: str) -> None:
     """Against the weights in f32, whose oracle is transformers (test_quantized_files)."""
     path = saved(kind, form)
@@ -220,6 +219,7 @@ def test_a_norm_that_quantises_leaves_what_one_leaves_that_does_not(
     assert all(map(torch.equal, found, stepped(models.load(saved(), eight=True))))
 
 
+@pytest.mark.whole  # of other models: test_dense_laws.py
 @pytest.mark.filterwarnings(r"ignore:::torch\.")  # of Dynamo
 def test_traced_layers_are_those_of_eager() -> None:
     dense_laws.check_traced(saved())
@@ -317,7 +317,7 @@ REST = [(way,) for way in WAYS if way not in (*SHORT, "here")]
 @pytest.mark.parametrize("way", [*SHORT, *in_whole(*REST)])
 @pytest.mark.parametrize(
     ("kind", "form"),
-    [("qwen3", "fp8"), ("experts", "fp8"), *in_whole(("phi3", "channel"), ("gated", "block"))],
+    [("experts", "fp8"), *in_whole(("qwen3", "fp8"), ("phi3", "channel"), ("gated", "block"))],
 )
 def test_whatever_serves_a_request_changes_nothing(kind: str, form: str, way: str) -> None:
     assert served(kind, form, way) == alone(kind, form)
@@ -328,7 +328,7 @@ def test_with_kv_in_eight_bits_too() -> None:
     assert both[0] == both[1]
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-hybrid"])
+@pytest.mark.parametrize("name", one_in(2, ["tiny", "tiny-hybrid"]))
 def test_a_bundled_model_says_nearly_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mean KL of the next token's distribution over problems with their answers, in nats."""
     monkeypatch.setattr(models, "PAGE_SIZE", 16)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.engines import Running, running, value
 from tests.support.laws import ids, sections
+from tests.support.pairwise import one_in
 from tests.support.patience import until
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
@@ -313,7 +314,7 @@ def test_lengths_around_every_boundary_of_pages(expected, alone: Running) -> Non
             assert after - before == (length - 1) // PAGE * PAGE
 
 
-@pytest.mark.parametrize("kind", ["host", "disk"])
+@pytest.mark.parametrize("kind", one_in(2, ["host", "disk"]))
 def test_ranks_keep_and_bring_their_own_heads(kind: str, expected, tmp_path: Path) -> None:
     """Law 7: one process decides; a rank that copies late delays, and disagrees with nobody."""
     tier = HOST if kind == "host" else {"directory": str(tmp_path / "tier")}
@@ -325,7 +326,7 @@ def test_ranks_keep_and_bring_their_own_heads(kind: str, expected, tmp_path: Pat
         assert value(engine_of(cluster).metrics.tier_tokens(kind)) > cold / 2
 
 
-@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("mode", one_in(2, ["always", "never"]))
 def test_snapshots_of_recurrent_layers_come_with_their_pages(mode: str, tmp_path: Path) -> None:
     """Law 10: both at the same end of a text, or neither."""
 
