@@ -6,6 +6,7 @@ copied out may be freed meanwhile: then what was copied is torn, and is not kept
 """
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -45,15 +46,22 @@ class Copy(NamedTuple):
 class Load:
     """Pages on their way into the pool, one after the other, from the rows that have them."""
 
-    parts: Sequence[tuple["Row", Source]]
+    parts: Sequence[tuple["Row", Source]] = ()  # none yet: its pages still cool
+    allowed_s: float = math.inf  # for it to come
+    since: float = field(default_factory=time.monotonic)  # it was asked for; a row began with it
     num_loaded: int = 0  # pages that are here and verified
     cause: str = ""  # why it ended early
-    row: str = ""  # which row was asked last
-    began_at: float = 0.0  # monotonic; 0: not yet
+    row: str = ""  # which row was asked last; "": none has begun
     is_over: bool = False  # nothing is written any more
     _cancelled: bool = False
     _writes: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def is_late(self, now: float) -> bool:
+        """Whether it is to be cut off. While its row moves for others, its time does not count."""
+        waits = self.parts and not self.row
+        since = max(self.since, self.parts[0][0].moved_at) if waits else self.since
+        return now - since > self.allowed_s
 
     def cancel(self, cause: str) -> None:
         """Let no further page be written."""
@@ -194,7 +202,7 @@ class Row:
             self._store = self.make()
         except OSError as error:
             self.failed("failed", str(error))
-            self._paused_until = float("inf")
+            self._paused_until = math.inf
             return
         mover = Mover(self.pool)
         try:
@@ -213,7 +221,7 @@ class Row:
             self._store.close()
         except Exception:  # our own bug, or a store's: loads that wait are late
             log.exception("tier %s has failed and is asked nothing any more", self.name)
-            self._paused_until = float("inf")
+            self._paused_until = math.inf
 
     def _next(self) -> "Load | Copy | Literal['forget'] | None":
         """What is to be done, once there is something; None: no more."""
@@ -257,7 +265,8 @@ class Row:
     def _bring(self, load: Load, mover: Mover) -> None:
         store = self._store
         assert store is not None
-        load.row, load.began_at = self.name, load.began_at or time.monotonic()
+        load.since = load.since if load.row else time.monotonic()
+        load.row = self.name
         for row, source in load.parts[load.num_loaded :]:
             if load.is_over:
                 break
