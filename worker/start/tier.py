@@ -5,16 +5,14 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-import torch
 
-from worker.config import TierConfig, WorkerConfig
+from worker.config import WorkerConfig
 from worker.config.checkpoint.shape import ModelShape
 from worker.errors import Unsupported, UserError
 from worker.start.engine import Engine
 from worker.start.memory import GIB
 from worker.transfer.tier.ahead import CopyAhead
 from worker.transfer.tier.arena import PAGE, Arena
-from worker.transfer.tier.base import PageStore
 from worker.transfer.tier.directory import Directory
 from worker.transfer.tier.objects import Form
 from worker.transfer.tier.rows import Row
@@ -68,7 +66,9 @@ def add_tier(engine: Engine) -> None:
         make = partial(Arena, host_bytes, form.object_bytes, registered=on_gpu)
         rows.append(Row("host", make, HOST_BYTES_PER_S, *rest))
     if tier.directory:
-        rows.append(Row("disk", lambda: _directory(tier, form, on_gpu), DISK_BYTES_PER_S, *rest))
+        root, most, size = Path(tier.directory), tier.directory_bytes, form.object_bytes
+        make = partial(Directory, root, form.owner, most, size, pinned=on_gpu)
+        rows.append(Row("disk", make, DISK_BYTES_PER_S, *rest))
     where, size = tier.directory or "no directory", f"{form.object_bytes:,}"
     kept = f"{host_bytes / GIB:.2f} GiB of host memory, {where}"
     log.info("KV tier: %s; %s bytes a page of %d tokens", kept, size, form.page_size)
@@ -77,8 +77,3 @@ def add_tier(engine: Engine) -> None:
         book, meter = engine.book, engine.meter
         rest = engine.metrics, engine.tell_ranks, lambda: meter.num_steps
         engine.tier = Tier(CopyAhead(book, form, rows, *rest), lambda: meter.prefill_s_per_token)
-
-
-def _directory(tier: TierConfig, form: Form, on_gpu: bool) -> PageStore:
-    staged = torch.empty(form.object_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-    return Directory(Path(tier.directory), form.owner, tier.directory_bytes, staged)

@@ -132,7 +132,7 @@ class Tier(Generic[Request]):
                 self._bind(loading)
             if not loading.is_over and load.is_late(now):
                 blames_row = load.parts and loading.ending is None
-                load.cancel("late" if blames_row else "unwanted")
+                load.cut("late" if blames_row else "unwanted")
                 load.allowed_s = math.inf
                 if loading.ranks:
                     self._tell(Cancel(loading.number))
@@ -163,7 +163,7 @@ class Tier(Generic[Request]):
         """End all rows; the pool is not touched any more."""
         self.ahead.end()
         for loading in self.loads.values():
-            loading.load.cancel("closed")
+            loading.load.cut("closed")
         for row in self.rows:
             row.close()
 
