@@ -217,9 +217,57 @@ def test_ttl_is_what_was_asked_for(url: str, double: DecodeDouble, ids: tuple[in
     assert asked(url, double, json=HELLO | {"cache_ttl": 3}).keep_s == 3, "also of no session"
 
 
+def test_ttl_of_openai_s_and_anthropic_s_forms(
+    url: str, double: DecodeDouble, ids: tuple[int, ...]
+) -> None:
+    """The longest that any part of a message asks for; `cache_ttl` says it in seconds, and wins."""
+    double.script = speak(ids, kept=True)
+    asks = {"prompt_cache_options": {"ttl": "30m", "mode": "implicit"}}
+    told = asked(url, double, json=HELLO | asks)
+    assert (told.keep_s, bool(told.session)) == (1800, True)
+    assert asked(url, double, json=HELLO | asks | {"cache_ttl": 7}).keep_s == 7
+    response = {"model": "small", "input": "hello", "store": False}
+    assert asked(url, double, path="responses", json=response | asks).keep_s == 1800
+
+    def part(ttl: str | None) -> dict[str, Any]:
+        control = {"type": "ephemeral"} | ({"ttl": ttl} if ttl else {})
+        return {"type": "text", "text": "hello", "cache_control": control}
+
+    def message(ttl: str | None, **fields: Any) -> float:
+        body = HELLO | {"messages": [{"role": "user", "content": [part(ttl)]}], **fields}
+        return asked(url, double, path="messages", json=body | {"session_id": "s"}).keep_s
+
+    assert message("5m") == 300
+    assert message("5m", system=[part("1h")]) == message("1h", system=[part("5m")]) == 3600
+    assert message("1h", cache_ttl=7) == 7
+    assert message(None, cache_control={"type": "ephemeral", "ttl": "5m"}) == 300
+    assert message(None, prompt_cache_options={"ttl": "12h"}) == 43_200
+    assert message(None) <= UNKNOWN_S
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a",
+            "cache_control": {"ttl": "2h"}}]}]}, "messages.0.content.0.cache_control.ttl"),
+        ({"system": [{"type": "text", "text": "a", "cache_control": {"ttl": 300}}]},
+            "system.0.cache_control.ttl"),
+        ({"tools": [{"name": "f", "input_schema": {}, "cache_control": {"ttl": []}}]},
+            "tools.0.cache_control.ttl"),
+        ({"cache_control": {"ttl": "10m"}}, "cache_control.ttl"),
+    ],
+)  # fmt: skip
+def test_mistakes_of_messages_name_the_part(url: str, fields: dict[str, Any], param: str) -> None:
+    response = httpx.post(f"{url}/v1/messages", json=HELLO | fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(f"{param}: must be 5m or 1h")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_cache_options": {"ttl": "31m"}}, "prompt_cache_options.ttl"),
+        ({"prompt_cache_options": "30m"}, "prompt_cache_options"),
         ({"cache_ttl": -1}, "cache_ttl"),
         ({"cache_ttl": 1e9}, "cache_ttl"),
         ({"session_id": 5}, "session_id"),
