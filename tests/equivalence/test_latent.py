@@ -1,21 +1,29 @@
 """Models with latent attention against `transformers`; their two forms; mutants are red."""
 
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_upper_left
 
 from tests.equivalence import test_dense_laws as dense_laws
 from tests.equivalence import test_models as models
 from tests.equivalence.test_eight_bit_kv import WAYS
 from tests.equivalence.test_hybrid_mutants import mutate
+from tests.support.engines import running, value
 from tests.support.latents import LATENT, save_latent
 from tests.support.pairwise import in_whole, one_in
 from tests.support.places import place
+from worker.cache.layout import ModelLayout
 from worker.config.checkpoint.experts import Division
+from worker.config.checkpoint.shape import read_model_shape
+from worker.errors import UserError
 from worker.model import latent as layer
+from worker.model.kinds import Cut, regions_of
+from worker.start.check import check_kv, kv_token_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,8 +44,8 @@ def greedy(case: str) -> list[list[int]]:
 @pytest.fixture
 def expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of more than a few tokens are expanded, of long texts a few heads at a time."""
-    monkeypatch.setattr(layer, "MAX_ABSORBED", 6)
-    monkeypatch.setattr(layer, "MAX_EXPANDED", 90)
+    monkeypatch.setattr(layer, "MAX_ABSORBED", 3)
+    monkeypatch.setattr(layer, "MAX_EXPANDED", 30)
 
 
 @pytest.mark.parametrize("case", LATENT)
@@ -115,3 +123,129 @@ def test_replays_change_nothing(case: str, chunks: str) -> None:
 @pytest.mark.parametrize("case", ["v2-lite", *in_whole(("v3",))])
 def test_nor_do_those_of_expanded_prompts(case: str, chunks: str) -> None:
     dense_laws.check_replays(saved(case)[0], greedy(case), chunks)
+
+
+SHAPE, ATTENTION = "config.checkpoint.latent_shape", "attention.latent"
+LAYER = "model.latent:LatentAttention"
+EXPERTS, ROUTE = "config.checkpoint.experts", "ops.experts.route"
+MUTANTS = [
+    ("v2-lite", f"{SHAPE}:_gain", "return mscale * mscale", "return mscale"),
+    ("v2-lite", f"{SHAPE}:_gain", "return mscale * mscale", "return 1.0"),
+    ("v3", f"{ATTENTION}:pairs_rope_ref", "x[..., 0::2].float(), x[..., 1::2].float()",
+     "x.float().chunk(2, -1)"),
+    ("v3", f"{ATTENTION}:latent_rope_store_ref", "rms_norm_ref(latent, norm.weight, norm.eps)",
+     "latent"),
+    ("v3", f"{ATTENTION}:latent_rope_store_ref",
+     "pairs_rope_ref(key.unsqueeze(1), rotation).squeeze(1)", "key"),
+    ("v3", f"{ATTENTION}:latent_rope_store_ref", "pairs_rope_ref(q_rope, rotation)", "q_rope"),
+    ("v3", f"{LAYER}.forward", "self.query(self.q_norm(q))", "self.query(q)"),
+    ("v3", f"{LAYER}.shards", '"k": self.shape.nope_dim, "v": self.shape.value_dim',
+     '"v": self.shape.value_dim, "k": self.shape.nope_dim'),
+    ("v3", f"{LAYER}._expand", "batch.host.seq_lens", "batch.host.query_lens"),
+    ("v3", f"{LAYER}._expand", "rows, heads)", "rows, slice(0, len(queries[heads])))"),
+    ("v3", f"{LAYER}._expand", "start += count", "start += 0"),
+    ("v3", f"{LAYER}._of_heads", ":value_dim]", "-value_dim:]"),
+    ("v3", f"{LAYER}._of_heads", "causal_lower_right", "causal_upper_left"),
+    ("v3", f"{ROUTE}:route_ref", "scores.gather(1, ids)", "chosen.gather(1, ids)"),
+    ("v3", f"{ROUTE}:route_ref", "scores if bias is None else scores + bias", "scores"),
+    ("v3", f"{ROUTE}:route_ref", "if shape.num_groups > 1:", "if False:"),
+    ("v2", f"{ROUTE}:route_ref", "if shape.num_groups > 1:", "if False:"),
+    ("v3", f"{ROUTE}:in_top_groups", "2 if shape.is_biased else 1", "1"),
+    ("v2", f"{ROUTE}:in_top_groups", "2 if shape.is_biased else 1", "2"),
+    ("v2", f"{ROUTE}:route_ref", "weights * shape.factor if shape.factor != 1 else weights",
+     "weights"),
+    ("glm-flash", f"{ROUTE}:route_ref", "if shape.renormalizes:", "if False:"),
+    ("moonlight", f"{EXPERTS}:read_experts", "default=bool(names.shared)", "default=True) or (1"),
+    ("v3", "model.experts:Experts.forward", ".add_(shared)", ""),
+    ("v2-lite", f"{EXPERTS}:_sparse_layers", "range(first)", "range(0)"),
+    ("glm-flash", f"{EXPERTS}:_sparse_layers", '== "sparse"', '!= "sparse"'),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("expanded")
+@pytest.mark.parametrize(("case", "where", "old", "new"), one_in(4, MUTANTS))
+def test_a_mutant_is_red(
+    case: str, where: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of seven tokens are expanded, those of one are not."""
+    path, reference = saved(case)
+    mutate(monkeypatch, where, old, new)
+    monkeypatch.setattr(layer, "causal_upper_left", causal_upper_left, raising=False)
+    try:
+        errors = [error for error, _ in models.compared(reference, path, (7,))]
+    except UserError:
+        return
+    assert max(errors) > models.BOUND
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 3}, "n_group: 3 groups of 8 experts"),
+        ({"topk_group": 5}, "topk_group: 3 experts of a token do not lie in 5 of 4 groups"),
+        ({"topk_group": 1}, "topk_group: 3 experts of a token do not lie in 1 of 4 groups"),
+        ({"mlp_layer_types": ["dense", "both", "sparse"]}, "mlp_layer_types: must name dense or"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank: must be a positive integer"),
+        ({"qk_rope_head_dim": 15}, "qk_rope_head_dim: must be even"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok: 9 is more than"),
+    ],
+)
+def test_a_wrong_field_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save_latent(tmp_path, "v3")
+    read_model_shape(tmp_path)
+    models.edit(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        read_model_shape(tmp_path)
+
+
+def test_layers_may_have_experts_at_intervals(tmp_path: Path) -> None:
+    """As DeepSeek's own code has it; transformers does not read the field."""
+    save_latent(tmp_path, "v2", num_hidden_layers=6)
+    models.edit(tmp_path, moe_layer_freq=2)
+    assert read_model_shape(tmp_path).is_sparse == (False, False, True, False, True, False)
+
+
+PUBLISHED = Path(__file__).parents[2] / "benchmarks/models"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "num_bytes"),
+    [
+        ("deepseek-v2-lite", 27, 31_104),
+        ("deepseek-v3-4-layers", 61, 70_272),
+        ("glm-4.7-flash", 47, 54_144),
+    ],
+)
+def test_a_token_takes_the_bytes_of_its_latents(
+    name: str, num_layers: int, num_bytes: int, tmp_path: Path
+) -> None:
+    """On the wire and in the pool of every rank, however many there are."""
+    shutil.copy(PUBLISHED / f"{name}.json", tmp_path / "config.json")
+    models.edit(tmp_path, num_hidden_layers=num_layers)
+    assert kv_token_bytes(tmp_path, 64, "bfloat16") == [num_bytes]
+    pages, state = regions_of(read_model_shape(tmp_path), Cut(64, 1, "bfloat16", "bfloat16"))
+    assert (pages.num_kv_heads, pages.parts, pages.head_dim, state) == (1, 1, 576, None)
+    layout = ModelLayout((pages,))
+    assert layout.share(4, 3).page_bytes == layout.page_bytes == 64 * num_bytes
+
+
+def test_ranks_pull_each_latent_once() -> None:
+    """Two ranks from one: each pulls its own copy of the pages of all tokens but the last."""
+    path, prompt = saved("v3")[0], dense_laws.prompts()[-1]
+    with running(dense_laws.sections(path, "always"), num_prefill=1, decode_tp=2) as cluster:
+        cluster.client.generate([prompt], dense_laws.GREEDY)
+        decode = cluster.workers["decode-0"].engine
+        pulled = value(decode.metrics.pulled_bytes("shm/shm"))
+    assert pulled == 2 * -(-(len(prompt) - 1) // 16) * decode.layout.page_bytes
+
+
+def test_kv_in_eight_bits_and_traces_are_refused_by_name() -> None:
+    shape = read_model_shape(saved("v3")[0])
+    with pytest.raises(UserError, match=r"kv\.dtype: float8_e4m3fn keeps no latents"):
+        check_kv("float8_e4m3fn", "bfloat16", shape)
+    sections = dense_laws.sections(saved("v3")[0], graph={"prefill": "compiled"})
+    with (
+        pytest.raises(UserError, match=r"engine\.graph\.prefill: compiled cannot trace"),
+        running(sections, num_prefill=0),
+    ):
+        pass

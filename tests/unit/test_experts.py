@@ -73,7 +73,7 @@ def test_experts_that_a_device_would_not_compute_are_refused_by_field_and_value(
     for device in (CPU, torch.device("cuda")):
         refuse_others(plain, device)
         for field, value in OTHERS.items():
-            if device == CPU and field in ("is_biased", "factor"):
+            if device == CPU and field in ("is_biased", "num_groups", "factor"):
                 refuse_others(plain._replace(**{field: value}), device)
                 continue
             with pytest.raises(Unsupported, match=f"{field} {value!r} on {device.type}"):

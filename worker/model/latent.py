@@ -62,7 +62,7 @@ class LatentAttention(nn.Module):
             self.query = ColumnParallelLinear(parts, placement, bias=False)
         rows = {"q_a_proj": all_of(query_rank)} if query_rank else {"q_proj": q}
         parts = Parts(rows | latents, all_of(shape.in_features))
-        self.inputs = ColumnParallelLinear(parts, placement, bias=False)
+        self.qkv = ColumnParallelLinear(parts, placement, bias=False)
         self.norm = RMSNorm(rank, EPS, placement)
         # The halves of kv_b_proj, by head: what makes keys of latents, and values.
         self.keys = placement.empty(held.num_heads, self.shape.nope_dim, rank)
@@ -74,11 +74,11 @@ class LatentAttention(nn.Module):
     @property
     def reader(self) -> Matrix | None:
         """The one matrix that multiplies what forward() takes."""
-        return self.inputs.weight
+        return self.qkv.weight
 
     def forward(self, hidden: Operand, positions: Tensor, rows: Tensor | None = None) -> Tensor:
         """See SelfAttention.forward."""
-        made = self.inputs(hidden)
+        made = self.qkv(hidden)
         q, latents = made.split([made.shape[1] - self.shape.width, self.shape.width], dim=-1)
         if self.query is not None and self.q_norm is not None:
             q = self.query(self.q_norm(q))
@@ -182,7 +182,7 @@ class LatentAttention(nn.Module):
         return made[0, ..., :value_dim]
 
     def shards(self, prefix: str) -> dict[Key, Shard]:
-        shards = self.inputs.shards(prefix) | self.output.shards(prefix)
+        shards = self.qkv.shards(prefix) | self.output.shards(prefix)
         shards |= self.norm.shards(f"{prefix}.kv_a_layernorm")
         if self.query is not None and self.q_norm is not None:
             shards |= self.query.shards(prefix) | self.q_norm.shards(f"{prefix}.q_a_layernorm")

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from worker.config.checkpoint.fields import Fields
-from worker.config.checkpoint.refusals import DENSE
+from worker.config.checkpoint.refusals import DENSE, LATENT
 
 
 class LatentShape(NamedTuple):
@@ -35,7 +35,8 @@ def read_latent(fields: Fields) -> LatentShape:
     """Raises as Fields; Unsupported for what its architectures have elsewhere."""
     for name in ("index_topk", "index_n_heads"):
         if fields.get(name) is not None:
-            raise fields.unsupported(name, "sparse attention, over keys that an indexer chooses")
+            problem = "sparse attention, over keys that an indexer chooses"
+            raise fields.unsupported(name, problem, f"take {LATENT}")
     if fields.flag("attention_bias"):
         raise fields.unsupported("attention_bias", "biases in latent attention", DENSE)
     fields.choice("rope_interleave", (True,))
