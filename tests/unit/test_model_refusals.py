@@ -44,10 +44,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("DeepseekV3ForCausalLM", {"index_topk": 2048}, "index_topk: sparse.*take zai-org/GLM"),
     ("DeepseekV3ForCausalLM", {"attention_bias": True}, "attention_bias: biases in latent"),
     ("DeepseekV3ForCausalLM", {"rope_interleave": False}, "rope_interleave: False.*: True"),
-    ("DeepseekV3ForCausalLM", {"topk_method": "greedy"}, "topk_method: 'greedy'.*noaux_tc"),
-    ("DeepseekV3ForCausalLM", {"scoring_func": "softmax"}, "scoring_func: 'softmax'.*sigmoid"),
-    ("DeepseekV2ForCausalLM", {"scoring_func": "sigmoid"}, "scoring_func: 'sigmoid'.*softmax"),
-    ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob: True; supported: False"),
+    ("Glm4MoeLiteForCausalLM", {"topk_method": "greedy"}, "topk_method: 'greedy'.*noaux_tc"),
+    ("Glm4MoeLiteForCausalLM", {"scoring_func": "softmax"}, "scoring_func: 'softmax'.*sigmoid"),
+    *[
+        ("DeepseekV2ForCausalLM", {"num_experts_per_tok": 2, field: wrong}, f"{field}: .*: {right}")
+        for field, wrong, right in (
+            ("topk_method", "noaux_tc", "greedy, group_limited_greedy"),
+            ("scoring_func", "sigmoid", "softmax"),
+            ("norm_topk_prob", True, False),
+        )
+    ],
     ("MambaForCausalLM", {}, "recurrent layers.*take Qwen/Qwen3.5-9B"),
     ("GraniteMoeHybridForCausalLM", {}, "recurrent layers"),
     ("NemotronHForCausalLM", {}, "recurrent layers"),
