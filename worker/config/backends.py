@@ -10,6 +10,9 @@ ATTENTION: Mapping[str, str] = {
     "by_length": "worker.attention.by_length:ByLengthAttention",
 }
 # Of layers with latents.
-LATENT: Mapping[str, str] = {"reference": "worker.attention.latent:LatentReference"}
+LATENT: Mapping[str, str] = {
+    "reference": "worker.attention.latent:LatentReference",
+    "triton": "worker.attention.latent_triton:LatentTriton",
+}
 # By the kind of layers whose keys they read, a name of worker.model.kinds.KINDS.
 BACKENDS: Mapping[str, Mapping[str, str]] = {"heads": ATTENTION, "latent": LATENT}
