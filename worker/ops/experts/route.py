@@ -129,27 +129,14 @@ def load_of(loads: Sequence[Tensor]) -> Load:
     return Load(layer_steps, distinct, shares.mean().item())
 
 
-# Experts that kernels compute, on a GPU: field of ExpertShape -> its values; None: any.
-IN_KERNELS: Mapping[str, Collection[object] | None] = {
-    "scoring": ("softmax",),
-    "is_biased": (False,),
-    "num_groups": (1,),
-    "factor": (1.0,),
-    "activation": ("silu",),
-}
-# Those that the definitions compute, on a CPU.
-DEFINED: Mapping[str, Collection[object] | None] = {
-    **IN_KERNELS,
-    "scoring": SCORINGS,
-    "is_biased": None,
-    "num_groups": None,
-    "factor": None,
-}
+# Experts that are computed: field of ExpertShape -> its values. No other field changes what is.
+COMPUTED: Mapping[str, Collection[object]] = {"scoring": SCORINGS, "activation": ("silu",)}
 
 
-def refuse_others(shape: ExpertShape, device: torch.device) -> None:
-    """Raise Unsupported, with field and value, for experts that the device would not compute."""
-    for field, values in (DEFINED if device.type == "cpu" else IN_KERNELS).items():
-        if values is not None and (value := getattr(shape, field)) not in values:
-            known = ", ".join(map(str, values))
-            raise Unsupported(f"experts: {field} {value!r} on {device.type}; computed: {known}")
+def refuse_others(shape: ExpertShape) -> None:
+    """Raise Unsupported, with field and value, for experts that would not be computed."""
+    for field, values in COMPUTED.items():
+        if (value := getattr(shape, field)) not in values:
+            raise Unsupported(
+                f"experts: {field} {value!r}; computed: {', '.join(map(str, values))}"
+            )
