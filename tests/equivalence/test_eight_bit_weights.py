@@ -238,7 +238,7 @@ def test_traced_layers_are_those_of_eager() -> None:
     [
         ("experts", "fp8"),
         *in_whole(("qwen3", "fp8"), ("phi3", "channel"), ("phi3", "fp8"), ("gated", "block")),
-        *in_whole(("experts", "channel")),
+        *in_whole(("experts", "channel"), ("latent", "fp8"), ("latent", "channel")),
     ],
 )
 def test_two_ranks_equal_one(kind: str, form: str, tmp_path: Path) -> None:
@@ -325,7 +325,10 @@ REST = [(way,) for way in WAYS if way not in (*SHORT, "here")]
 @pytest.mark.parametrize("way", [*SHORT, *in_whole(*REST)])
 @pytest.mark.parametrize(
     ("kind", "form"),
-    [("qwen3", "fp8"), ("experts", "fp8"), *in_whole(("phi3", "channel"), ("gated", "block"))],
+    [
+        *(("qwen3", "fp8"), ("experts", "fp8")),
+        *in_whole(("phi3", "channel"), ("gated", "block"), ("latent", "fp8")),
+    ],
 )
 def test_whatever_serves_a_request_changes_nothing(kind: str, form: str, way: str) -> None:
     assert served(kind, form, way) == alone(kind, form)
