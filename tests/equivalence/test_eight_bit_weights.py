@@ -66,7 +66,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         {"vocab_size": 200, "hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 2,
          "num_key_value_heads": 4, "first_k_dense_replace": 1, "q_lora_rank": 128,
-         "kv_lora_rank": 144, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64,
+         "kv_lora_rank": 176, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64,
          "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
          "n_group": 2, "topk_group": 1},
     ),
