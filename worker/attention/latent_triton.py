@@ -189,7 +189,7 @@ def latent_attention(q: Tensor, rows: Tensor, plan: PagedPlan, out: Tensor) -> T
     )  # fmt: skip
     if tiles.max_splits > 1:
         same = {name: constants[name] for name in ("BLOCK_M", "VALUE", "HEADS", "FIELDS")}
-        splits = power_of_two(tiles.max_splits)
+        splits = power_of_two(tiles.most)  # not those of this bound: parts add up in one order
         _merge_kernel[(tiles.max_items, tiles.rows)](
             out, plan.items, plan.counts, plan.partial, plan.stats,
             **overlap(q, **same, SPLITS=splits, TOGETHER=min(splits, 8), num_warps=4),
@@ -286,7 +286,7 @@ class LatentTriton(PoolAttention):
     def variant(self, bounds: Bounds) -> Hashable:
         tiles = self._tiles(bounds)
         constants, options = constants_of(tiles, self.shape, self.region.page_size)
-        merged = power_of_two(tiles.max_splits) if tiles.max_splits > 1 else 0
+        merged = power_of_two(tiles.most) if tiles.max_splits > 1 else 0
         return *constants.values(), *options.values(), merged
 
     def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
