@@ -197,7 +197,9 @@ class Store:
     page_size: int
     dtype: torch.dtype
 
-    def run(self, store: Any, *, in_place: bool = False) -> tuple[Tensor, Tensor]:
+    def run(
+        self, store: Any, *, in_place: bool = False, device: torch.device = CPU
+    ) -> tuple[Tensor, Tensor]:
         """(queries with rotated ends, pages) of an implementation."""
         value, rope = self.dims
         generator = torch.Generator().manual_seed(3)
@@ -209,12 +211,14 @@ class Store:
         slots = torch.tensor([5 * self.page_size - 1, self.page_size, 2 * self.page_size, 0, 0])
         positions = torch.tensor([3, 63, 1, 0, 0])
         pages = torch.full((5, 1, 2, self.page_size, value + rope), 7.0, dtype=self.dtype)
-        q_rope, out = wide[..., value:], torch.full_like(wide, 9.0)
-        out = wide if in_place else out
-        rows = pages[:, :, 1]
+        wide, latents, slots, positions, table, pages = (
+            x.to(device) for x in (wide, latents, slots, positions, table, pages)
+        )
+        norm = LatentNorm(norm.weight.to(device), norm.eps)
+        out = wide if in_place else torch.full_like(wide, 9.0)
         store(
-            q_rope, latents[:, : value + rope], Rotation(table, positions), norm, rows, slots,
-            out[..., value:],
+            wide[..., value:], latents[:, : value + rope], Rotation(table, positions), norm,
+            pages[:, :, 1], slots, out[..., value:],
         )  # fmt: skip
         return out, pages
 
