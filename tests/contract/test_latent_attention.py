@@ -296,8 +296,10 @@ if INTERPRETED:
         "sums keep their scale": ("acc * shrink[:, None]", "acc"),
         "weights keep theirs": ("weight * shrink[:, None] +", "weight +"),
         "each tile is the first": ("row = cut // 65536 * BLOCK_M + local", "row = local"),
-        "the last part is left out": ("part < num_splits, (", "part < num_splits - 1, ("),
-        "parts count alike": ("sums * tl.exp2(of_part - top)[:, None]", "sums"),
+        "the last part is left out": (
+            "part < num_splits, first_item", "part < num_splits - 1, first_item",
+        ),
+        "parts count alike": ("sums * tl.exp2(tops - top)[:, None]", "sums"),
         "padding stays as it was": ("zero_padding(out, num_rows,", "zero_padding(out, num_tokens,"),
         "a head's key is its latent's end": (
             "q_at + VALUE + of_rope", "q_at + VALUE - ROPE + of_rope",
