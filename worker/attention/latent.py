@@ -27,7 +27,7 @@ class LatentReference(ReferenceAttention):
     """
 
     caps: ClassVar[AttentionCaps] = AttentionCaps(
-        dtypes=frozenset({"float32", "bfloat16", "float16"}), parts=1
+        dtypes=frozenset({"float32", "bfloat16", "float16"}), features=frozenset(), parts=1
     )
 
 

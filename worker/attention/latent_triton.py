@@ -139,35 +139,39 @@ def _merge_kernel(
     BLOCK_M: tl.constexpr, VALUE: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
     FIELDS: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (items, rows of a tile): the first item of a tile adds up all parts of one of its rows.
+    """Grid (items, any): the items of a tile divide its rows, and add up all parts of each.
 
     SPLITS: as many as there can be; TOGETHER: parts that are loaded at once.
     """
-    item, local = tl.program_id(0), tl.program_id(1)
+    item, part_of_rows = tl.program_id(0), tl.program_id(1)
     enter(PDL)
     there = item < tl.load(counts)
     start, num_r, _, _, _, _, _, cut = item_at(items, item, there, FIELDS)  # type: ignore[misc]
-    row, num_splits = cut // 65536 * BLOCK_M + local, cut // 256 % 256
-    if (num_splits > 1) & (cut % 256 == 0) & (row < num_r):
-        split, of_value = tl.arange(0, SPLITS), tl.arange(0, VALUE)
-        stats_at = stats + (item + split).to(tl.int64) * (2 * BLOCK_M) + local
-        known = split < num_splits
-        tops = tl.load(stats_at, mask=known, other=float("-inf"))
-        top = tl.max(tops, 0)  # each row sees its request's first key
-        weights = tl.load(stats_at + BLOCK_M, mask=known, other=0.0)
-        weight = tl.sum(weights * tl.exp2(tops - top), 0)
-        total = tl.zeros((VALUE,), tl.float32)
-        for first in range(0, bound_of(num_splits), TOGETHER):
-            part = first + tl.arange(0, TOGETHER)
-            wanted, slot = part < num_splits, (item + part).to(tl.int64)
-            of_part = tl.load(
-                stats + slot * (2 * BLOCK_M) + local, mask=wanted, other=float("-inf")
-            )
-            at = partial + (slot * BLOCK_M + local)[:, None] * VALUE + of_value[None, :]
-            sums = tl.load(at, mask=wanted[:, None], other=0.0)
-            total += tl.sum(sums * tl.exp2(of_part - top)[:, None], 0)
-        out_at = out + ((start + row // HEADS).to(tl.int64) * HEADS + row % HEADS) * VALUE
-        tl.store(out_at + of_value, (total / weight).to(out.dtype.element_ty))
+    split, num_splits, row = cut % 256, cut // 256 % 256, cut // 65536 * BLOCK_M
+    if num_splits > 1:
+        first_item = (item - split).to(tl.int64)
+        rows = tl.minimum(num_r - row, BLOCK_M)
+        begin, step = split + part_of_rows * num_splits, num_splits * tl.num_programs(1)
+        for local in range(bound_of(begin), bound_of(rows), bound_of(step)):
+            of_part, of_value = tl.arange(0, SPLITS), tl.arange(0, VALUE)
+            known = of_part < num_splits
+            stats_at = stats + (first_item + of_part) * (2 * BLOCK_M) + local
+            tops = tl.load(stats_at, mask=known, other=float("-inf"))
+            top = tl.max(tops, 0)  # each row sees its request's first key
+            weights = tl.load(stats_at + BLOCK_M, mask=known, other=0.0)
+            weight = tl.sum(weights * tl.exp2(tops - top), 0)
+            total = tl.zeros((VALUE,), tl.float32)
+            for first in range(0, bound_of(num_splits), TOGETHER):
+                part = first + tl.arange(0, TOGETHER)
+                wanted, slot = part < num_splits, first_item + part
+                stats_at = stats + slot * (2 * BLOCK_M) + local
+                tops = tl.load(stats_at, mask=wanted, other=float("-inf"))
+                at = partial + (slot * BLOCK_M + local)[:, None] * VALUE + of_value[None, :]
+                sums = tl.load(at, mask=wanted[:, None], other=0.0)
+                total += tl.sum(sums * tl.exp2(tops - top)[:, None], 0)
+            token = (start + (row + local) // HEADS).to(tl.int64)
+            out_at = out + (token * HEADS + (row + local) % HEADS) * VALUE
+            tl.store(out_at + of_value, (total / weight).to(out.dtype.element_ty))
 
 
 def latent_attention(q: Tensor, rows: Tensor, plan: PagedPlan, out: Tensor) -> Tensor:
@@ -189,8 +193,8 @@ def latent_attention(q: Tensor, rows: Tensor, plan: PagedPlan, out: Tensor) -> T
     )  # fmt: skip
     if tiles.max_splits > 1:
         same = {name: constants[name] for name in ("BLOCK_M", "VALUE", "HEADS", "FIELDS")}
-        splits = power_of_two(tiles.max_splits)
-        _merge_kernel[(tiles.max_items, tiles.rows)](
+        splits = power_of_two(tiles.most)  # not those of this bound: parts add up in one order
+        _merge_kernel[(tiles.max_items, tiles.rows // 8)](
             out, plan.items, plan.counts, plan.partial, plan.stats,
             **overlap(q, **same, SPLITS=splits, TOGETHER=min(splits, 8), num_warps=4),
         )  # fmt: skip
@@ -286,7 +290,7 @@ class LatentTriton(PoolAttention):
     def variant(self, bounds: Bounds) -> Hashable:
         tiles = self._tiles(bounds)
         constants, options = constants_of(tiles, self.shape, self.region.page_size)
-        merged = power_of_two(tiles.max_splits) if tiles.max_splits > 1 else 0
+        merged = power_of_two(tiles.most) if tiles.max_splits > 1 else 0
         return *constants.values(), *options.values(), merged
 
     def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
