@@ -291,7 +291,9 @@ if INTERPRETED:
         "the rotated key takes no part": (
             "tl.trans(value), scores,", "tl.trans(value), 0 * scores,",
         ),
-        "tokens of a window see all of it": ("(keys[None, :] <= limit[:, None]) &", "True &"),
+        "tokens of a window see all of it": (
+            "keys[None, :] <= limit[:, None]", "keys[None, :] < end",
+        ),
         "rows past the end are read": ("inside = (keys < end)", "inside = (keys >= 0)"),
         "sums keep their scale": ("acc * shrink[:, None]", "acc"),
         "weights keep theirs": ("weight * shrink[:, None] +", "weight +"),

@@ -2,7 +2,7 @@
 
 DeepSeek-AI, "DeepSeek-V2" (arXiv:2405.04434), section 2.1. A row is the token's normed latent and
 behind it one rotated key that all heads share; the latent, `value_dim` numbers, is the value.
-Queries come absorbed: each head's has been multiplied into the space of the latents.
+Queries come absorbed: those of a head have been multiplied into the space of latents.
 """
 
 from typing import ClassVar, NamedTuple

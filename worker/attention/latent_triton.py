@@ -67,8 +67,7 @@ def _latent_blocks(
             value, rope = value.to(tl.float32), rope.to(tl.float32)
         scores = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
         scores = tl.dot(q_value, tl.trans(value), scores, input_precision="ieee") * scale
-        seen = (keys[None, :] <= limit[:, None]) & (keys < end)[None, :]
-        scores = tl.where(seen, scores, float("-inf"))
+        scores = tl.where(keys[None, :] <= limit[:, None], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # the row has seen no key yet
         shrink = tl.exp2(top - base)
@@ -102,11 +101,12 @@ def _latent_kernel(
     enter(PDL)
     num_items = tl.load(counts)
     num_rows = tl.load(counts + 1)
-    item = num_items - 1 - program if MANY else program
-    if (item >= 0) & (item < num_items):
-        start, num_r, past, begin, end, req, page, cut = item_at(  # type: ignore[misc]
-            items, item, item >= 0, FIELDS
-        )
+    # `items` has room for one item a program, so this load need not wait for the number of items.
+    item = tl.maximum(num_items - 1 - program, 0) if MANY else program
+    start, num_r, past, begin, end, req, page, cut = item_at(  # type: ignore[misc]
+        items, item, program >= 0, FIELDS
+    )
+    if program < num_items:
         local, of_value, of_rope = tl.arange(0, BLOCK_M), tl.arange(0, VALUE), tl.arange(0, ROPE)
         row = cut // 65536 * BLOCK_M + local
         here = (row < num_r)[:, None]
@@ -139,7 +139,7 @@ def _merge_kernel(
     BLOCK_M: tl.constexpr, VALUE: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
     FIELDS: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (items, any): the items of a tile divide its rows, and add up all parts of each.
+    """Grid (items, any): the items of a tile divide its rows, whose parts they add up.
 
     SPLITS: as many as there can be; TOGETHER: parts that are loaded at once.
     """
@@ -157,7 +157,7 @@ def _merge_kernel(
             known = of_part < num_splits
             stats_at = stats + (first_item + of_part) * (2 * BLOCK_M) + local
             tops = tl.load(stats_at, mask=known, other=float("-inf"))
-            top = tl.max(tops, 0)  # each row sees its request's first key
+            top = tl.max(tops, 0)  # a row sees its request's first key
             weights = tl.load(stats_at + BLOCK_M, mask=known, other=0.0)
             weight = tl.sum(weights * tl.exp2(tops - top), 0)
             total = tl.zeros((VALUE,), tl.float32)
@@ -224,8 +224,8 @@ def choose(bounds: Bounds, num_heads: int, item_bytes: int, num_sms: int) -> Pag
     block_m = min(max(16, power_of_two(rows)), 64 if item_bytes == 2 else 16)
     max_tiles = -(-rows // block_m)
     tiles = min(num_reqs * max_tiles, -(-num_tokens * num_heads // block_m) + num_reqs)
-    # A block of 32 rows in pages is 36 KB. Up to 16 rows of a tile an SM holds two programs, each
-    # with two blocks; tiles of 64 rows have products by wgmma, and fill its registers alone.
+    # A block of 32 rows in pages is 36 KB. Up to 16 rows of a tile an SM holds two programs with
+    # two blocks; tiles of 64 rows have products by wgmma, and fill its registers alone.
     slots = num_sms * (2 if block_m == 16 else 1)
     most = _splits(tiles, slots)
     shortest = 128 if 4 * tiles <= slots else 512
