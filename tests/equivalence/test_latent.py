@@ -13,13 +13,16 @@ from tests.equivalence import test_dense_laws as dense_laws
 from tests.equivalence import test_models as models
 from tests.equivalence.test_eight_bit_kv import WAYS
 from tests.equivalence.test_hybrid_mutants import mutate
+from tests.support.chain_rows import ChainRows
 from tests.support.engines import running, value
-from tests.support.latents import LATENT, save_latent
+from tests.support.latents import LATENT, add_mtp, save_latent
 from tests.support.pairwise import in_whole, one_in
 from tests.support.places import place
 from worker.cache.layout import ModelLayout
 from worker.config.checkpoint.experts import Division
 from worker.config.checkpoint.shape import read_model_shape
+from worker.drafts.chain import ChainDrafter
+from worker.drafts.drafter_config import read_chain_shape
 from worker.errors import UserError
 from worker.model import latent as layer
 from worker.model.kinds import Cut, regions_of
@@ -123,6 +126,75 @@ def test_replays_change_nothing(case: str, chunks: str) -> None:
 @pytest.mark.parametrize("case", ["v2-lite", *in_whole(("v3",))])
 def test_nor_do_those_of_expanded_prompts(case: str, chunks: str) -> None:
     dense_laws.check_replays(saved(case)[0], greedy(case), chunks)
+
+
+@cache
+def drafting(case: str) -> tuple[Path, torch.nn.Module, torch.nn.Module]:
+    """(directory of a model with a layer that drafts, both of transformers)."""
+    path = place("latent-mtp") / case
+    model = save_latent(path, case)
+    return path, model, add_mtp(path, model)
+
+
+@pytest.mark.parametrize("case", ["v3", *in_whole(("glm-flash",))])
+@torch.inference_mode()
+def test_drafts_of_its_own_layer_equal_transformers(case: str) -> None:
+    """Rows on the target's output after its final norm, then rows on what the layer feeds back."""
+    path, reference, layer = drafting(case)
+    model: Any = reference.model
+    target = models.load(path)
+    drafter = ChainDrafter(read_chain_shape(path, target.shape, "mtp"), target, 64)
+    drafter.fill(path)
+    ids = torch.tensor(models.PROMPTS[0])
+    hidden = model(ids[None], use_cache=False).last_hidden_state[0]
+    rows, num, fed = ChainRows(drafter), len(ids), hidden[:-1]
+    for length in range(num, num + 3):
+        positions = torch.arange(1, length)[None]
+        mask = torch.full((length - 1, length - 1), float("-inf")).triu(1)[None, None]
+        told = fed[None], model.rotary_emb(hidden[None], positions), mask, positions, None
+        wanted = layer(model.embed_tokens(ids[None, 1:length]), *told)[0]
+        if length == num:
+            rows.store(1, ids[1 : num - 1], fed[:-1])
+        fed_back, taken = rows.forward(length - 1, ids[length - 1 : length], fed[-1:])
+        assert torch.equal(fed_back, taken)
+        assert (taken[0] - wanted[-1]).abs().max() < models.BOUND
+        ids = torch.cat((ids, drafter.head.logits(taken)[0].argmax()[None]))
+        fed = torch.cat((fed, fed_back))
+    rows.pool.close()
+
+
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        ("v3", "pulled, two ranks, ngram"),
+        *in_whole(*(("v3", way) for way in WAYS if way != "pulled, two ranks, ngram")),
+        *in_whole(("glm-flash", "chunks, ngram")),
+    ],
+)
+def test_its_own_layer_changes_nothing(case: str, way: str) -> None:
+    """In windows of four where the law has n-grams, and where it has none."""
+    how = WAYS[way] | {"drafter": "mtp", "widths": WAYS[way].get("widths", [4])}
+    path, reference, _ = drafting(case)
+    assert dense_laws.served(path, how, num=3) == dense_laws.greedy(reference)[:3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_nextn_predict_layers": 0}, "0: no layer drafts"),
+        ({"num_nextn_predict_layers": 2}, "2; supported: 1"),
+        ({"index_share": 3}, "index_share: an unknown field"),
+    ],
+)
+def test_other_layers_that_draft_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    add_mtp(tmp_path, save_latent(tmp_path, "v3"))
+    target = read_model_shape(tmp_path)
+    read_chain_shape(tmp_path, target, "mtp")
+    models.edit(tmp_path, **changes)
+    with pytest.raises(UserError, match=message):
+        read_chain_shape(tmp_path, target, "mtp")
 
 
 SHAPE, ATTENTION = "config.checkpoint.latent_shape", "attention.latent"

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.equivalence import test_models as models
 
@@ -58,3 +59,29 @@ def save_latent(path: Path, case: str, **changes: Any) -> torch.nn.Module:
             bias.copy_(0.3 * torch.randn(bias.shape, generator=generator))
     model.save_pretrained(path)
     return model
+
+
+def add_mtp(path: Path, model: Any) -> torch.nn.Module:
+    """Put a layer that drafts into a saved model's files, and what the target's own is a copy of.
+
+    Returns that of transformers, with experts whatever other layers have.
+    """
+    from transformers.modeling_layers import MtpLayer
+
+    number, norm = len(model.model.layers), type(model.model.norm)
+    layer = MtpLayer(model.config, type(model.model.layers[0]), norm, number - 1).float().eval()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in (*layer.parameters(), *layer.buffers()):
+            weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
+    at = f"model.layers.{number}."
+    names = {"mtp_block.": "", "post_norm.": "shared_head.norm."}
+    own = {"embed_tokens.weight": torch.zeros(2, 3), "shared_head.head.weight": torch.zeros(2, 3)}
+    for name, weight in layer.state_dict().items():
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        own[name] = weight.clone()
+    file = path / "model.safetensors"
+    save_file(load_file(file) | {at + name: weight for name, weight in own.items()}, file)
+    models.edit(path, num_nextn_predict_layers=1)
+    return layer

@@ -27,7 +27,9 @@ class LatentReference(ReferenceAttention):
     """
 
     caps: ClassVar[AttentionCaps] = AttentionCaps(
-        dtypes=frozenset({"float32", "bfloat16", "float16"}), features=frozenset(), parts=1
+        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        features=frozenset({"first_key"}),  # of a layer that drafts
+        parts=1,
     )
 
 

@@ -93,17 +93,30 @@ class LatentAttention(nn.Module):
             kind="latent", value_dim=self.shape.rank,
         )  # fmt: skip
 
+    def store(self, hidden: Tensor, positions: Tensor) -> None:
+        """See SelfAttention.store: only the rows of forward(), into the tokens' slots."""
+        latents = self.qkv.last(hidden, 1)
+        self._store(latents.new_empty(len(latents), 0, self.shape.rope_dim), latents, positions)
+
+    def _store(self, rotated: Tensor, latents: Tensor, positions: Tensor) -> None:
+        """Norm and rotate latents [num_tokens, width], and store them; see latent_rope_store.
+
+        rotated: [num_tokens, num_heads, rope_dim], of queries, in place.
+        """
+        context = current()
+        (kept,) = context.attention.kv(self.layer_id)
+        rotation, norm = Rotation(self.rotary.table, positions), LatentNorm(self.norm.weight, EPS)
+        slots = context.batch.slot_mapping
+        latent_rope_store(rotated, latents, rotation, norm, kept, slots, rotated)
+
     def _attended(self, q: Tensor, latents: Tensor, positions: Tensor) -> Tensor:
         """Results of heads [num_tokens, num_heads, value_dim]; fills the tokens' KV slots.
 
         q: [num_tokens, num_heads, query_dim], is rotated in place; latents: [num_tokens, width],
         before norm and rope. What stands before and behind a break depends on num_tokens alone.
         """
-        context, rotated = current(), q[..., self.shape.nope_dim :]
-        (kept,) = context.attention.kv(self.layer_id)
-        rotation, norm = Rotation(self.rotary.table, positions), LatentNorm(self.norm.weight, EPS)
-        slots = context.batch.slot_mapping
-        latent_rope_store(rotated, latents, rotation, norm, kept, slots, rotated)
+        context = current()
+        self._store(q[..., self.shape.nope_dim :], latents, positions)
         is_short = len(q) <= MAX_ABSORBED
         x = self._absorbed(q) if is_short else q
         out = q.new_empty(

@@ -207,7 +207,7 @@ def read_model_shape(path: Path) -> ModelShape:
     generates = read_fields(generation) if generation.exists() else Fields(generation, {})
     return ModelShape(
         architecture=architecture,
-        **_read_layers(fields, family),
+        **read_layers(fields, family),
         **(read_delta(fields) if family.layers.delta else {}),
         **(read_experts(fields, family) if family.layers.experts else {}),
         num_layers=fields.integer("num_hidden_layers"),
@@ -227,7 +227,7 @@ def read_model_shape(path: Path) -> ModelShape:
     )
 
 
-def _read_layers(fields: Fields, family: Family) -> dict[str, Any]:
+def read_layers(fields: Fields, family: Family) -> dict[str, Any]:
     """As `read_layer_shape`, of a model: of one key for all heads where layers have latents."""
     found: dict[str, Any] = {}
     if family.layers.attention == "latent":
