@@ -256,7 +256,7 @@ def test_a_mutant_is_red(
         ({"n_group": 3}, "n_group: 3 groups of 8 experts"),
         ({"topk_group": 5}, "topk_group: 3 experts of a token do not lie in 5 of 4 groups"),
         ({"topk_group": 1}, "topk_group: 3 experts of a token do not lie in 1 of 4 groups"),
-        ({"mlp_layer_types": ["dense", "both", "sparse"]}, "mlp_layer_types: must name dense or"),
+        ({"mlp_layer_types": ["dense", "both", "sparse"]}, "mlp_layer_types: must name 3 layers"),
         ({"kv_lora_rank": 0}, "kv_lora_rank: must be a positive integer"),
         ({"qk_rope_head_dim": 15}, "qk_rope_head_dim: must be even"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok: 9 is more than"),

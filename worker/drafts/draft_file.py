@@ -88,8 +88,8 @@ class DrafterFile:
         for place, rules in form.objects.items():
             _check(fields.inner(place) if place else fields, rules)
         for place in ("rope_scaling", "rope_parameters"):
-            of_layer = HYBRID_ROPE if form.is_hybrid else ROPE
-            _check(layer.inner(place), of_layer if target.latent is None else LATENT_ROPE)
+            rope = HYBRID_ROPE if form.is_hybrid else LATENT_ROPE if form.is_latent else ROPE
+            _check(layer.inner(place), rope)
         for field, reason in form.needed.items():
             where = file._holder(field)
             if where.get(field, f"rope_parameters.{field}", f"rope_scaling.{field}") is None:
@@ -130,7 +130,7 @@ class DrafterFile:
         if self.form.kind == "mtp":  # a file of the target's leaves out what its class says
             layer = with_class_defaults(layer, self.architecture)
             own = self._own(layer)
-            if target.latent is not None:
+            if self.form.is_latent:
                 sizes = partial(read_layers, family=FAMILIES[self.architecture])
         return sizes(layer) | flags | own | {
             "architecture": self.architecture,
@@ -146,7 +146,7 @@ class DrafterFile:
             experts = read_experts(layer, family).get("experts")
         router = f"{self.form.parts['layer']}{self.form.parts['feed_forward']}.gate.weight"
         # Files say by their tensors whether this one has experts, where not all of the others do.
-        others = self.target.is_sparse[-1:] if self.target.latent else self.target.is_sparse
+        others = self.target.is_sparse[-1:] if self.form.is_latent else self.target.is_sparse
         is_sparse = router in self.tensors if self.tensors else all(others)
         own = experts if is_sparse else None
         return {"quantization": self.target.quantization, "experts": own}

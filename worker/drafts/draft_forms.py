@@ -36,6 +36,11 @@ class Form:
         return replace(self, parts=named)
 
     @property
+    def is_latent(self) -> bool:
+        """Whether its target has latent attention, and its layer too."""
+        return self.kind == "mtp" and "kv_lora_rank" in self.objects[""]
+
+    @property
     def is_hybrid(self) -> bool:
         """Whether its target has gated delta nets."""
         return "centred" in self.flags

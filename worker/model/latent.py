@@ -3,7 +3,7 @@
 DeepSeek-AI, "DeepSeek-V2" (arXiv:2405.04434), section 2.1. Pages keep the latents; a token attends
 in one of two forms, which are equal but for rounding:
 
-    absorbed   each head's query is multiplied into the space of latents, and the result out of it,
+    absorbed   a head's query is multiplied into the space of latents, and the result out of it,
                so that keys and values are the rows as they are kept: decode steps, short chunks
     expanded   keys and values of heads are made of the kept rows anew: long chunks, where so many
                queries share them that it costs less (from about 170 on, by their products)
@@ -132,7 +132,7 @@ class LatentAttention(nn.Module):
     def _attend(self, q: Tensor, out: Tensor, *, absorbed: bool) -> None:
         """The break of captured passes; see worker.model.attention. absorbed: q is, and so is out.
 
-        Other q are of more tokens: by each request's, those of a chunk and a decode step differ.
+        Other q are of more tokens: of a chunk, or of a step of many requests with a few of them.
         """
         context = current()
         if context.on_layer is not None:

@@ -109,7 +109,7 @@ def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
     if kinds is not None:
         known = is_list(kinds) and all(kind in ("dense", "sparse") for kind in kinds)
         if not known or len(kinds) != num_layers:
-            problem = f"must name dense or sparse for each of {num_layers} layers, not {kinds!r}"
+            problem = f"must name {num_layers} layers, as dense or sparse, not {kinds!r}"
             raise fields.error("mlp_layer_types", problem)
         return tuple(kind == "sparse" for kind in kinds)
     first = fields.integer("first_k_dense_replace", default=0, least=0)

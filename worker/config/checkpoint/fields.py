@@ -78,11 +78,7 @@ class Fields:
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "Fields":
         """The same, with a value for each of these that is absent; null stays null."""
-        return self.with_values({**defaults, **self.values})
-
-    def with_values(self, values: Mapping[str, Any]) -> "Fields":
-        """The same, with these values in the place of its own."""
-        return Fields(self.path, {**self.values, **values}, self.prefix, self.remedy)
+        return Fields(self.path, {**defaults, **self.values}, self.prefix, self.remedy)
 
     def choice(self, field: str, supported: tuple[Any, ...], remedy: str | None = None) -> None:
         """Refuse a field that is none of `supported`, with a remedy; it may be absent."""

@@ -232,7 +232,8 @@ def read_layers(fields: Fields, family: Family) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if family.layers.attention == "latent":
         latent = read_latent(fields)
-        fields = fields.with_values({"num_key_value_heads": 1, "head_dim": latent.rope_dim})
+        kept = {"num_key_value_heads": 1, "head_dim": latent.rope_dim}
+        fields = Fields(fields.path, {**fields.values, **kept}, fields.prefix, fields.remedy)
         found = {"latent": latent, "head_dim": latent.query_dim}
     told: dict[str, Any] = {"rope_types": ROPE_TYPES, "eps": family.eps}
     return read_layer_shape(fields, rotary=family.rotary, **told) | found

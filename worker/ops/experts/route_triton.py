@@ -94,20 +94,20 @@ def _in_top_groups(
     keys, experts, SIZE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     WIDTH: tl.constexpr, ADDS: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
-    """See in_top_groups; keys: [TOKENS, SIZE]; groups are of WIDTH experts each.
+    """See in_top_groups; keys: [TOKENS, SIZE]; groups are of WIDTH experts.
 
     ADDS: a group's worth is the sum of its two largest.
     """
     COLUMNS: tl.constexpr = triton.next_power_of_2(NUM_GROUPS)
     group, groups = experts // WIDTH, tl.arange(0, COLUMNS)
     ranked = tl.full((keys.shape[0], COLUMNS), LOWEST, tl.int32)
-    for each in tl.static_range(NUM_GROUPS):
-        own = tl.where((group == each)[None, :], keys, LOWEST)
+    for number in tl.static_range(NUM_GROUPS):
+        own = tl.where((group == number)[None, :], keys, LOWEST)
         high, best = _first(own, experts, SIZE)
         if ADDS:
             rest = tl.max(tl.where(experts[None, :] == best[:, None], LOWEST, own), 1)
             high = _keys(_values(high) + _values(rest))
-        ranked = tl.where((groups == each)[None, :], high[:, None], ranked)
+        ranked = tl.where((groups == number)[None, :], high[:, None], ranked)
     kept = keys < LOWEST
     for _ in tl.static_range(TOP_GROUPS):
         _, best = _first(ranked, groups, COLUMNS)
