@@ -125,4 +125,4 @@ def test_what_stores_rows_matches_its_definition(of: Store) -> None:
     got, wanted = of.run(latent_rope_store, device=CUDA), of.run(latent_rope_store_ref)
     for one, other in zip(got, wanted, strict=True):
         error = (one.cpu().float() - other.float()).abs() / (1 + other.float().abs())
-        assert error.max() < (1e-5 if of.dtype == torch.float32 else 2**-7)
+        assert error.max() < (1e-5 if of.dtype == torch.float32 else 2**-6)  # two roundings

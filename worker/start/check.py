@@ -32,7 +32,7 @@ def names_of(transport: TransportConfig, engines: Mapping[str, EngineConfig]) ->
         named["transport.kind"] = transport.kind, KINDS[transport.name]
     for path, engine in engines.items():
         for kind, name in engine.attention.model_dump().items():
-            named[f"{path}.attention.{kind}"] = name, (*chain(*BACKENDS.values()), "auto")
+            named[f"{path}.attention.{kind}"] = name, {*chain(*BACKENDS.values()), "auto"}
     return named
 
 
