@@ -105,7 +105,7 @@ def expected(scene: Scene) -> Tensor:
         kept = cache.cpu()[torch.tensor(request.pages)[at // page_size], :, at % page_size].double()
         mine = slice(start, start + request.width)
         q = scene.q[mine].cpu().double()
-        out[mine] = dense_oracle(q, kept, kept, request.prefix, scene.shape.scale)
+        out[mine] = dense_oracle(q, kept, kept, request.prefix, scene.shape.scale, scene.shape.mask)
         start += request.width
     return out[..., : scene.shape.value_dim]
 
@@ -169,6 +169,17 @@ def test_a_row_s_bits_do_not_depend_on_the_other_rows(backend) -> None:
         out[mine] = 0
         assert not out.any(), "requests without rows"
     scene.pool.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("heads", "page_size"), [(4, 16), *in_whole((20, 64), (4, 1))])
+def test_the_first_row_may_be_nobody_s(backend, heads, page_size) -> None:
+    """As for a layer that drafts: it is NaN, and the row at position 0 sees nothing."""
+    scene = make([(0, 5), (21, 1), (399, 2), (1, 1)], heads, page_size=page_size)
+    scene.shape = replace(scene.shape, mask=KeyMask(first_key=1))
+    for request in scene.requests:
+        scene.pool.layer(LAYER)[0][request.pages[0], 0, 0] = float("nan")
+    check(scene, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -40,7 +40,7 @@ STORED_HEADS = 16  # of queries that one program rotates
 def _latent_blocks(
     q_value, q_rope, rows, table, page, stride_page, begin, end, limit, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, VALUE: tl.constexpr, ROPE: tl.constexpr,
-    PAGE: tl.constexpr,
+    PAGE: tl.constexpr, FIRST_KEY: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys begin..end - 1, not yet divided: sums, sums of weights, highest.
 
@@ -60,6 +60,8 @@ def _latent_blocks(
         keys = key + block
         at = rows_at(rows, page, key, block, stride_page, ROW, PAGE, BLOCK_N)[:, None]
         inside = (keys < end)[:, None]  # memory beyond may hold NaN, and 0 · NaN is NaN
+        if FIRST_KEY:
+            inside &= (keys >= FIRST_KEY)[:, None]
         value = tl.load(at + of_value[None, :], mask=inside, other=0.0)
         rope = tl.load(at + VALUE + of_rope[None, :], mask=inside, other=0.0)
         page = page_of(table, key + BLOCK_N, keys + BLOCK_N, end, PAGE, BLOCK_N)
@@ -68,6 +70,8 @@ def _latent_blocks(
         scores = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
         scores = tl.dot(q_value, tl.trans(value), scores, input_precision="ieee") * scale
         scores = tl.where(keys[None, :] <= limit[:, None], scores, float("-inf"))
+        if FIRST_KEY:
+            scores = tl.where((keys >= FIRST_KEY)[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # the row has seen no key yet
         shrink = tl.exp2(top - base)
@@ -86,8 +90,8 @@ def _latent_kernel(
     q, out, rows, page_table, items, counts, partial, stats,
     num_tokens, stride_q, stride_page, stride_table, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, VALUE: tl.constexpr, ROPE: tl.constexpr,
-    PAGE: tl.constexpr, HEADS: tl.constexpr, FIELDS: tl.constexpr, MANY: tl.constexpr,
-    PDL: tl.constexpr,
+    PAGE: tl.constexpr, FIRST_KEY: tl.constexpr, HEADS: tl.constexpr, FIELDS: tl.constexpr,
+    MANY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (items,), of which the first counts[0] are there.
 
@@ -119,6 +123,7 @@ def _latent_kernel(
         acc, weight, top = _latent_blocks(  # type: ignore[misc]
             q_value, q_rope, rows, page_table + req.to(tl.int64) * stride_table, page, stride_page,
             begin, end, past + row // HEADS, scale, BLOCK_M, BLOCK_N, VALUE, ROPE, PAGE,
+            FIRST_KEY,
         )  # fmt: skip
         if cut // 256 % 256 == 1:
             whole = acc / tl.where(weight > 0, weight, 1.0)[:, None]  # 0 where there is no key
@@ -208,7 +213,7 @@ def constants_of(
     constants = {
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "VALUE": shape.value_dim,
         "ROPE": shape.head_dim - shape.value_dim, "PAGE": page_size, "HEADS": shape.num_heads,
-        "FIELDS": FIELDS, "MANY": tiles.max_tiles > 1,
+        "FIRST_KEY": shape.mask.first_key, "FIELDS": FIELDS, "MANY": tiles.max_tiles > 1,
     }  # fmt: skip
     return constants, {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
 
@@ -269,7 +274,7 @@ class LatentTriton(PoolAttention):
         devices=frozenset({"cuda", "cpu"} if INTERPRETED else {"cuda"}),
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
         page_sizes=frozenset(1 << i for i in range(13)),
-        features=frozenset(),
+        features=frozenset({"first_key"}),
         parts=1,
     )
     static_plan: ClassVar[bool] = True
