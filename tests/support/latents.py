@@ -49,10 +49,10 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def save_latent(path: Path, case: str, **changes: Any) -> torch.nn.Module:
+def save_latent(path: Path, case: str, **changes: Any) -> Any:
     """A model of transformers with every weight random, biases of choices too, saved to `path`."""
     family, sizes = LATENT[case]
-    model = models.save_random(path, family, sizes | changes)
+    model: Any = models.save_random(path, family, sizes | changes)
     generator = torch.Generator().manual_seed(2)
     for name, bias in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

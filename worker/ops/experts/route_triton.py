@@ -101,16 +101,16 @@ def _in_top_groups(
     COLUMNS: tl.constexpr = triton.next_power_of_2(NUM_GROUPS)
     group, groups = experts // WIDTH, tl.arange(0, COLUMNS)
     ranked = tl.full((keys.shape[0], COLUMNS), LOWEST, tl.int32)
-    for number in tl.static_range(NUM_GROUPS):
+    for number in tl.static_range(NUM_GROUPS):  # type: ignore
         own = tl.where((group == number)[None, :], keys, LOWEST)
-        high, best = _first(own, experts, SIZE)
+        high, best = _first(own, experts, SIZE)  # type: ignore
         if ADDS:
             rest = tl.max(tl.where(experts[None, :] == best[:, None], LOWEST, own), 1)
             high = _keys(_values(high) + _values(rest))
         ranked = tl.where((groups == number)[None, :], high[:, None], ranked)
     kept = keys < LOWEST
-    for _ in tl.static_range(TOP_GROUPS):
-        _, best = _first(ranked, groups, COLUMNS)
+    for _ in tl.static_range(TOP_GROUPS):  # type: ignore
+        _, best = _first(ranked, groups, COLUMNS)  # type: ignore
         ranked = tl.where(groups[None, :] == best[:, None], LOWEST, ranked)
         kept |= group[None, :] == best[:, None]
     return tl.where(kept, keys, _keys(tl.full(keys.shape, float("-inf"), tl.float32)))
