@@ -18,6 +18,7 @@ from tests.support.engines import running, value
 from tests.support.latents import LATENT, add_mtp, save_latent
 from tests.support.pairwise import in_whole, one_in
 from tests.support.places import place
+from worker.attention import latent as backend
 from worker.cache.layout import ModelLayout
 from worker.config.checkpoint.experts import Division
 from worker.config.checkpoint.shape import read_model_shape
@@ -47,7 +48,7 @@ def greedy(case: str) -> list[list[int]]:
 @pytest.fixture
 def expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of more than a few tokens are expanded, of long texts a few heads at a time."""
-    monkeypatch.setattr(layer, "MAX_ABSORBED", 3)
+    monkeypatch.setattr(backend, "MAX_ABSORBED", 3)
     monkeypatch.setattr(layer, "MAX_EXPANDED", 30)
 
 
@@ -60,7 +61,7 @@ def test_logits_and_greedy_ids_equal_transformers(case: str) -> None:
 @pytest.mark.parametrize("case", LATENT)
 def test_expanded_prompts_equal_transformers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of a token too, with as many keys as heads can be made of at once, and with more."""
-    monkeypatch.setattr(layer, "MAX_ABSORBED", 0)
+    monkeypatch.setattr(backend, "MAX_ABSORBED", 0)
     monkeypatch.setattr(layer, "MAX_EXPANDED", 30)
     path, reference = saved(case)
     models.assert_same(reference, path, chunks=(64, 5))
@@ -76,7 +77,7 @@ def test_both_forms_are_within_rounding_at_every_length(
     for chunk in range(1, longest + 1):
         found = []
         for most in (longest, 0):
-            monkeypatch.setattr(layer, "MAX_ABSORBED", most)
+            monkeypatch.setattr(backend, "MAX_ABSORBED", most)
             engine = models.Engine(models.load(saved(case)[0]))
             found.append(torch.cat([x for step in engine.prefill(chunk) for x in step]))
             engine.pool.close()

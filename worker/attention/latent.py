@@ -5,7 +5,7 @@ behind it one rotated key that all heads share; the latent, `value_dim` numbers,
 Queries come absorbed: those of a head have been multiplied into the space of latents.
 """
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,24 @@ from torch import Tensor
 from worker.attention.base import AttentionCaps
 from worker.attention.qk_rope_store import Rotation
 from worker.attention.reference import ReferenceAttention
+from worker.forward.batch import Batch
 from worker.ops.norms import rms_norm_ref
 from worker.ops.op import op
+
+MAX_ABSORBED = 256  # padded tokens of the longest chunk whose queries come absorbed
+
+
+def absorbs(num_tokens: int) -> bool:
+    """Whether queries of so many tokens, padded ones included, come absorbed before a break."""
+    return num_tokens <= MAX_ABSORBED
+
+
+def expands(batch: Batch) -> bool:
+    """Whether layers make keys and values of heads of the batch's rows, and no backend attends.
+
+    Never where the host does not know the lengths: in windows, and in captures without breaks.
+    """
+    return batch.host is not None and not absorbs(batch.max_query_len)
 
 
 class LatentReference(ReferenceAttention):
@@ -31,6 +47,10 @@ class LatentReference(ReferenceAttention):
         features=frozenset({"first_key"}),  # of a layer that drafts
         parts=1,
     )
+
+    def plan(self, batch: Batch) -> Any:
+        """None where layers expand."""
+        return None if expands(batch) else super().plan(batch)
 
 
 class LatentNorm(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
-from worker.attention.latent import LatentNorm
+from worker.attention.latent import LatentNorm, absorbs, expands
 from worker.attention.paged_plan_triton import FIELDS, PagedPlan, bound_of, item_at, plan_items
 from worker.attention.paged_tiles import MAX_SPLITS, PagedTiles
 from worker.attention.paged_triton import page_of, rows_at, scale_of, zero_padding
@@ -288,11 +288,16 @@ class LatentTriton(PoolAttention):
                 raise Unsupported(f"attention backend: {dim} of a latent row is no power of two")
         self._num_sms = num_sms(pool.device)
 
-    def plan(self, batch: Batch) -> PagedPlan:
+    def plan(self, batch: Batch) -> PagedPlan | None:
+        """None where layers expand."""
+        if expands(batch):
+            return None
         lengths = batch.query_start, batch.seq_lens, batch.page_table
         return plan_items(*lengths, self._tiles(batch.bounds), self.shape, self.region.page_size)
 
     def variant(self, bounds: Bounds) -> Hashable:
+        if not absorbs(bounds.max_query_len):
+            return None  # but for captures without breaks, which warm up by themselves
         tiles = self._tiles(bounds)
         constants, options = constants_of(tiles, self.shape, self.region.page_size)
         merged = power_of_two(tiles.most) if tiles.max_splits > 1 else 0

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from worker.attention.base import AttentionShape
-from worker.attention.latent import LatentNorm, latent_rope_store
+from worker.attention.latent import LatentNorm, absorbs, expands, latent_rope_store
 from worker.attention.qk_rope_store import Rotation
 from worker.config.checkpoint.shape import LayerShape
 from worker.forward.batch import Batch
@@ -29,7 +29,6 @@ from worker.weights.base import Matrix, Operand, Parts
 from worker.weights.shard import Key, Part, Shard, all_of, by_head, split_heads
 
 EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps says: as in DeepSeek's own code
-MAX_ABSORBED = 256  # padded tokens of the longest chunk in the absorbed form
 MAX_EXPANDED = 1 << 17  # keys times heads that are made at once
 
 
@@ -117,7 +116,7 @@ class LatentAttention(nn.Module):
         """
         context = current()
         self._store(q[..., self.shape.nope_dim :], latents, positions)
-        is_short = len(q) <= MAX_ABSORBED
+        is_short = absorbs(len(q))
         x = self._absorbed(q) if is_short else q
         out = q.new_empty(
             len(q), self._num_heads, self.shape.rank if is_short else self.shape.value_dim
@@ -139,11 +138,11 @@ class LatentAttention(nn.Module):
             context.on_layer(self.layer_id)
         if absorbed:
             context.attention.forward(q, self.layer_id, out)
-        elif context.batch.host is None or context.batch.max_query_len <= MAX_ABSORBED:
-            out.copy_(self._valued(context.attention.forward(self._absorbed(q), self.layer_id)))
-        else:
+        elif expands(context.batch):
             (kept,) = context.attention.kv(self.layer_id)
             self._expand(q, kept[:, 0], context.batch, out)
+        else:
+            out.copy_(self._valued(context.attention.forward(self._absorbed(q), self.layer_id)))
 
     def _absorbed(self, q: Tensor) -> Tensor:
         """[num_tokens, num_heads, query_dim], rotated -> the same against rows, [.., width]."""
