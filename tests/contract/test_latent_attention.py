@@ -312,7 +312,7 @@ if INTERPRETED:
         "the last part is left out": (
             "part < num_splits, first_item", "part < num_splits - 1, first_item",
         ),
-        "parts count alike": ("sums * tl.exp2(tops - top)[:, None]", "sums"),
+        "parts count alike": ("sums * tl.exp2(high - top)[:, None]", "sums"),
         "padding stays as it was": ("zero_padding(out, num_rows,", "zero_padding(out, num_tokens,"),
         "a head's key is its latent's end": (
             "q_at + VALUE + of_rope", "q_at + VALUE - ROPE + of_rope",
@@ -372,7 +372,7 @@ else:
                 LatentNorm(x[0, 0, :512], 1e-6), rows.unsqueeze(1), ids, x[..., 512:],
             )  # fmt: skip
         types = {"out": "*bf16", "items": "*i32", "counts": "*i32", "partial": "*fp32"}
-        sizes = {"BLOCK_M": 16, "VALUE": 512, "HEADS": 16, "SPLITS": 8, "TOGETHER": 8}
+        sizes = {"BLOCK_M": 16, "VALUE": 512, "HEADS": 16, "SPLITS": 64, "TOGETHER": 8}
         fields = {"FIELDS": kernels.FIELDS, "PDL": True}
         made = asm_of(kernels._merge_kernel, types | {"stats": "*fp32"}, sizes | fields)
         assert "griddepcontrol.wait" in made["ptx"]
