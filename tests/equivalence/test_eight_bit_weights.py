@@ -62,6 +62,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {**SIZES, "hidden_size": 192, "moe_intermediate_size": 128, "num_experts": 4,
          "num_experts_per_tok": 2, "mlp_only_layers": [0], "norm_topk_prob": True},
     ),
+    "latent": (  # matrices of queries and latents as one, a last block that is a part
+        "DeepseekV3",
+        {"vocab_size": 200, "hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 2,
+         "num_key_value_heads": 4, "first_k_dense_replace": 1, "q_lora_rank": 128,
+         "kv_lora_rank": 176, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64,
+         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+         "n_group": 2, "topk_group": 1},
+    ),
     "gated": (  # a gate in q_proj, delta nets
         "Qwen3Next",
         {**models.DELTA, "hidden_size": 192, "intermediate_size": 256, "num_experts": 0,
@@ -230,7 +238,7 @@ def test_traced_layers_are_those_of_eager() -> None:
     [
         ("experts", "fp8"),
         *in_whole(("qwen3", "fp8"), ("phi3", "channel"), ("phi3", "fp8"), ("gated", "block")),
-        *in_whole(("experts", "channel")),
+        *in_whole(("experts", "channel"), ("latent", "fp8"), ("latent", "channel")),
     ],
 )
 def test_two_ranks_equal_one(kind: str, form: str, tmp_path: Path) -> None:
@@ -317,7 +325,10 @@ REST = [(way,) for way in WAYS if way not in (*SHORT, "here")]
 @pytest.mark.parametrize("way", [*SHORT, *in_whole(*REST)])
 @pytest.mark.parametrize(
     ("kind", "form"),
-    [("experts", "fp8"), *in_whole(("qwen3", "fp8"), ("phi3", "channel"), ("gated", "block"))],
+    [
+        ("experts", "fp8"),
+        *in_whole(("qwen3", "fp8"), ("phi3", "channel"), ("gated", "block"), ("latent", "fp8")),
+    ],
 )
 def test_whatever_serves_a_request_changes_nothing(kind: str, form: str, way: str) -> None:
     assert served(kind, form, way) == alone(kind, form)

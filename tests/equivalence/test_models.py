@@ -20,7 +20,7 @@ from worker.config.checkpoint.delta_shape import block_table
 from worker.config.checkpoint.experts import Division
 from worker.config.checkpoint.shape import read_model_shape
 from worker.errors import Unsupported
-from worker.forward.batch import Batch, StateChunks, StateWindows
+from worker.forward.batch import Batch, HostLengths, StateChunks, StateWindows
 from worker.forward.context import forward_context
 from worker.model.decoder import Decoder
 from worker.model.kinds import Cut, regions_of
@@ -163,6 +163,7 @@ class Engine:
             num_tokens=sum(widths),
             max_query_len=max(widths),
             max_seq_len_ub=max(span.stop for span in spans),
+            host=HostLengths(widths, [span.stop for span in spans]),
         )
         if self.pool.states:
             batch = replace(batch, states=self.states(batch, spans))

@@ -220,7 +220,7 @@ def test_a_store_that_hangs_holds_nobody_up(expected) -> None:
         assert not row.has(next(iter(store.inner._used)))  # type: ignore[attr-defined]
         hangs.set()
         store.before_get = lambda key: None
-        until(lambda: not row._loads and not row._is_busy)
+        until(lambda: not row._loads and not row._num_busy)
         assert [ids(cluster.answers([each], GREEDY))[0] for each in prompts()] == expected
 
 

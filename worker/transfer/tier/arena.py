@@ -82,8 +82,8 @@ class Arena(PageStore):
         return filled
 
     def get(self, key: bytes, take: Take) -> None:
-        # Slots are given away by `put` alone, in this thread; one that is forgotten meanwhile stays
-        # as it is until then.
+        # Slots are given away by `put` alone, while nobody reads; one that is forgotten meanwhile
+        # stays as it is until then.
         with self._lock:
             slot = self._used[key]
             self._used.move_to_end(key)

@@ -1,7 +1,7 @@
 """The contract of a store of KV objects, which a `Row` has; see `objects.py`.
 
-`put`, `get` and `close` belong to the row's thread, and may hang. The engine's thread asks `exists`
-alone.
+`put`, `get` and `close` belong to the row's threads, and may hang: many of them call `get` at once,
+but then nobody `put`. The engine's thread asks `exists` alone.
 """
 
 from collections.abc import Callable
