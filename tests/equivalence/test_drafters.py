@@ -172,7 +172,7 @@ def test_a_hit_of_every_number_of_pages(form, num_prefill, page_size, known) -> 
     cached = made.engines[DECODE].metrics.cached_tokens
     before = value(cached)
     short = Sampling(6, temperature=0.0, ignore_eos=True)
-    step = max(page_size, len(first.prompt) // (len(first.prompt) if whole else 4))
+    step = max(page_size, len(first.prompt) // (len(first.prompt) if whole else 8))
     asked = [
         Ask((*first.prompt[:num], 900 + num // step, *first.prompt[:9]), short, num // step)
         for num in range(step, len(first.prompt), step)
