@@ -4,11 +4,11 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.e2e.check import KNOWN, check_cluster
 from tests.e2e.harness import Serve
 from tests.e2e.shared import USUAL, Clusters
-from tests.support.pairwise import whole
 
 PAIRS = {f"prefill-{i} -> decode-{j}" for i in range(2) for j in range(2)}
 
@@ -26,6 +26,7 @@ def findings(serve: Serve, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.whole  # parts of it: tests/unit/test_doctor_findings.py
 def test_every_path_is_measured_and_one_that_is_not_as_asked_is_a_failure(
     clusters: Clusters,
 ) -> None:
@@ -43,8 +44,6 @@ def test_every_path_is_measured_and_one_that_is_not_as_asked_is_a_failure(
     assert set(live.values()) == {"live"}
     assert len(live) == 4
 
-    if not whole:  # else by parts of it: tests/unit/test_doctor_findings.py
-        return
     code, found = findings(serve, "--set", "transport.kind=nvlink")
     assert code == 1
     wrong = [each for each in found if each["level"] == "failure"]

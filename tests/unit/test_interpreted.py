@@ -19,7 +19,6 @@ def files() -> list[Path]:
 
 @pytest.mark.skipif(INTERPRETED, reason="is under it")
 @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
-@pytest.mark.timeout(600)
 def test_kernels_under_the_interpreter() -> None:
     """In one process: another would take seconds to import the same."""
     paths = files()
