@@ -326,7 +326,8 @@ def test_ranks_keep_and_bring_their_own_heads(kind: str, expected, tmp_path: Pat
         assert value(engine_of(cluster).metrics.tier_tokens(kind)) > cold / 2
 
 
-@pytest.mark.parametrize("mode", ["never", *in_whole(("always",))])
+@pytest.mark.whole
+@pytest.mark.parametrize("mode", ["always", "never"])
 def test_snapshots_of_recurrent_layers_come_with_their_pages(mode: str, tmp_path: Path) -> None:
     """Law 10: both at the same end of a text, or neither."""
 
