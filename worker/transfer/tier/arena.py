@@ -18,13 +18,14 @@ from worker.transfer.tier.base import Fill, PageStore, Take
 PAGE = 4096
 TOUCHED_BYTES = 64 << 20  # by a thread at once
 MOST_THREADS = 16
-SAMPLED = 16  # our own memory: a sixteenth of its blocks is checked
+SAMPLED = 64  # our own memory, as the pool is: so few of its blocks are checked, for our own bugs
+RUN = 8  # pages for which a thread waits once
 
 
 class Arena(PageStore):
     """num_bytes of host memory for objects of one length; at least one fits."""
 
-    name, every = "host", SAMPLED
+    name, every, run = "host", SAMPLED, RUN
 
     def __init__(self, num_bytes: int, object_bytes: int, *, registered: bool) -> None:
         """registered: with CUDA, in whose context the caller is. Raises OSError: no memory."""

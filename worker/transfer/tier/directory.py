@@ -57,7 +57,7 @@ class Directory(PageStore):
     Raises OSError if it cannot be made, is another user's, or is open to others.
     """
 
-    name, every = "disk", 1
+    name, every, run = "disk", 1, 1
 
     def __init__(
         self, root: Path, owner: str, num_bytes: int, object_bytes: int, *, pinned: bool = False
