@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -129,18 +129,17 @@ class Mover:
         self._pool, on_gpu = pool, pool.device.type == "cuda"
         self._stream = torch.cuda.Stream(pool.device) if on_gpu else None
 
-    def copy(self, copies: Iterable[tuple[Source, memoryview]], *, outwards: bool) -> None:
+    def copy(self, copies: Sequence[tuple[Source, memoryview]], *, outwards: bool) -> None:
         """Copy pages and parts to these bytes, or overwrite them from there."""
         with torch.cuda.stream(self._stream):
             for source, body in copies:
-                at, flat = 0, torch.frombuffer(body, dtype=torch.uint8)
                 if source.part < 0:
-                    pieces = self._pool.pieces(source.place)
+                    pieces = [*self._pool.pieces(source.place)]
                 else:
                     pieces = [self._pool.slot(source.place).split(len(body))[source.part]]
-                for piece in pieces:
-                    host = flat[at : at + piece.numel()]
-                    at += piece.numel()
+                sizes = [piece.numel() for piece in pieces]
+                flat = torch.frombuffer(body, dtype=torch.uint8)[: sum(sizes)]
+                for piece, host in zip(pieces, flat.split(sizes), strict=True):
                     to, of = (host, piece) if outwards else (piece, host)
                     to.copy_(of, non_blocking=True)
         if self._stream is not None:
@@ -316,28 +315,23 @@ class Row:
             kept = "failed"
             self.failed("full", str(error), pauses=False)
         self.metrics.tier_pages(self.name, kept).inc()
-        left_s = form.object_bytes / self.bytes_per_s - (time.monotonic() - began_at)
-        if left_s > 0 and kept != "torn":
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._loads or self._is_closed or self._forgets, left_s
-                )
+        paced_s = (kept != "torn") * form.object_bytes / self.bytes_per_s
+        left_s = paced_s - (time.monotonic() - began_at)
+        with self._changed:
+            self._changed.wait_for(lambda: self._loads or self._is_closed or self._forgets, left_s)
 
     def _bring(self, store: PageStore, load: Load, numbers: range, mover: Mover) -> None:
         parts = load.parts[numbers.start : min(numbers.stop, load.limit)]
-        sources, bodies = [source for _, source in parts], list[memoryview]()
+        sources, checked = [source for _, source in parts], list[tuple[Source, memoryview]]()
 
         def take(view: memoryview) -> None:
-            source = sources[len(bodies)]
-            bodies.append(self.form.body(view, source.key, source.tokens))
-            if len(bodies) == len(sources):
-                write(len(bodies))
+            source = sources[len(checked)]
+            checked.append((source, self.form.body(view, source.key, source.tokens)))
+            if len(checked) == len(sources):
+                load.write(numbers, copy)
 
-        def write(most: int) -> None:
-            def copy(num: int) -> None:
-                mover.copy(zip(sources[:num], bodies[:num], strict=True), outwards=False)
-
-            load.write(numbers[:most], copy)
+        def copy(num: int) -> None:
+            mover.copy(checked[:num], outwards=False)
 
         cause = "failed"
         try:
@@ -347,16 +341,15 @@ class Row:
         except KeyError:
             cause = "absent"
         except Corrupt as error:
-            store.forget(sources[len(bodies)].key)
+            store.forget(sources[len(checked)].key)
             cause = "corrupt"
             log.debug("tier %s: %s", self.name, error)
         except OSError as error:
             log.debug("tier %s: %s", self.name, error)
         finally:
-            if cause:
-                num = len(bodies) if len(bodies) < len(sources) else 0  # all: they were not copied
-                load.cut(cause, numbers.start + num)
-                write(num)
+            if cause:  # where all were checked, copying them has failed
+                load.cut(cause, numbers.start + len(checked) % len(sources))
+                load.write(numbers, copy)
             row = load.done(len(numbers))
             if row is None:
                 self.wake()
