@@ -30,7 +30,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Form], Are
         size = form.object_bytes
         if request.param == "host":
             return Arena(8 * (size + 4096), size, registered=True)
-        return Directory(tmp_path / "tier", form.owner, 8 * size, size, pinned=True)
+        return Directory(tmp_path / "tier", form, 8 * size, pinned=True)
 
     return made
 

@@ -64,7 +64,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
         size = form.object_bytes
         if request.param == "host":
             return Arena(8 * (-(-size // 4096) * 4096), size, registered=False)
-        return Directory(tmp_path / "tier", form.owner, 8 * size, size)
+        return Directory(tmp_path / "tier", form, 8 * size)
 
     return made
 
@@ -234,7 +234,7 @@ def test_a_directory_that_others_may_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
     (tmp_path / "open").chmod(0o755)
     with pytest.raises(PermissionError, match="chmod 700"):
-        Directory(tmp_path / "open", "me", 1 << 20, 64)
+        Directory(tmp_path / "open", Form("me", 0, 1, PAGE, 64, 0), 1 << 20)
 
 
 def test_files_of_another_length_and_strangers_harm_nobody(pool: KVPool, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_files_of_another_length_and_strangers_harm_nobody(pool: KVPool, tmp_pat
     (own / "stranger.kv").write_bytes(b"x")
     (own / ".begun-1-0").write_bytes(b"x")
     os.utime(own / ".begun-1-0", (1, 1))
-    store = Directory(tmp_path / "tier", form.owner, 1 << 30, form.object_bytes)
+    store = Directory(tmp_path / "tier", form, 1 << 30)
     assert store.exists(key)
     assert not (own / ".begun-1-0").exists()
     with pytest.raises(Corrupt):

@@ -200,8 +200,8 @@ def host_memory(
             continue
         version, root = (1, groups / "memory") if kinds else (2, groups)
         place = root / path.strip("/")  # a container may not see it, but its own as the root
-        inside = (each for each in (place, *place.parents) if each.is_relative_to(root))
-        bounds += [left for each in inside if (left := _left_of(each, version)) is not None]
+        inside = filter(lambda group: group.is_relative_to(root), (place, *place.parents))
+        bounds += filter(None, (_left_of(group, version) for group in inside))
     return min(bounds)
 
 

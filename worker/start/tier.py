@@ -33,7 +33,7 @@ def check_tier(config: WorkerConfig, shape: ModelShape) -> None:
         raise Unsupported(f"{path} does not serve models whose layers all have a window", path)
     (free, why), path = host_memory(), f"{path}.host_bytes"
     if tier.host_bytes // config.tp > free:
-        wanted = f"{tier.host_bytes / config.tp / GIB:.2f} GiB for each of {config.tp} ranks"
+        wanted = f"{tier.host_bytes / config.tp / GIB:.2f} GiB a rank (of {config.tp})"
         text = f"{path}: {wanted}, but {free / GIB:.2f} are {why}; lower it, or grant more memory"
         raise UserError(text, path)
 
@@ -62,8 +62,8 @@ def add_tier(engine: Engine) -> None:
         make = partial(Arena, host_bytes, form.object_bytes, registered=on_gpu)
         rows.append(Row("host", make, HOST_BYTES_PER_S, *rest))
     if tier.directory:
-        root, most, size = Path(tier.directory), tier.directory_bytes, form.object_bytes
-        make = partial(Directory, root, form.owner, most, size, pinned=on_gpu)
+        root, most = Path(tier.directory), tier.directory_bytes
+        make = partial(Directory, root, form, most, pinned=on_gpu)
         rows.append(Row("disk", make, DISK_BYTES_PER_S, *rest))
     where, size = tier.directory or "no directory", f"{form.object_bytes:,}"
     free, why = host_memory()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from worker.transfer.tier.base import Fill, PageStore, Take
-from worker.transfer.tier.objects import Corrupt
+from worker.transfer.tier.objects import Corrupt, Form
 
 log = logging.getLogger("kvlane.tier")
 
@@ -59,12 +59,10 @@ class Directory(PageStore):
 
     name, every, run = "disk", 1, 1
 
-    def __init__(
-        self, root: Path, owner: str, num_bytes: int, object_bytes: int, *, pinned: bool = False
-    ) -> None:
+    def __init__(self, root: Path, form: Form, num_bytes: int, *, pinned: bool = False) -> None:
         """pinned: of memory by way of which objects are read and written."""
-        self._root, self._own = root, root / owner
-        self._most_bytes, self._object_bytes = num_bytes, object_bytes
+        self._root, self._own = root, root / form.owner
+        self._most_bytes, self._object_bytes = num_bytes, form.object_bytes
         self._pinned, self._buffers = pinned, threading.local()
         for folder in (root, self._own):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
