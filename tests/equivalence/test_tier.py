@@ -153,8 +153,8 @@ class Disturbed(PageStore):
 
         self.inner.get(key, taken)
 
-    def forget(self, key: bytes = b"") -> int:
-        return self.inner.forget(key)
+    def forget(self, key: bytes = b"") -> None:
+        self.inner.forget(key)
 
     def close(self) -> None:
         self.inner.close()

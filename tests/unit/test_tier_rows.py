@@ -317,6 +317,24 @@ def test_pages_in_front_of_what_is_missing_count_whatever_comes_first(
     row.close()
 
 
+def test_a_load_goes_on_from_row_to_row(pool: KVPool, make: Make) -> None:
+    """Each brings its own parts, in runs that end where another's begin."""
+    rows, marks = [row_of(pool, make) for _ in range(2)], dict.fromkeys(range(1, 8), object())
+    owners = [rows[i] for i in (0, 0, 0, 1, 1, 0, 1)]
+    sources = [Source(bytes([i]) * 32, TOKENS, 1 + i) for i in range(len(owners))]
+    for row, source in zip(owners, sources, strict=True):
+        row.offer(Copy(source, marks, marks[1]))
+    until(lambda: all(row.idle for row in rows))
+    parts = [source._replace(place=10 + i) for i, source in enumerate(sources)]
+    load = Load([*zip(owners, parts, strict=True)])
+    rows[0].load(load)
+    until(lambda: load.is_over)
+    assert (load.num_loaded, load.cause) == (7, "")
+    assert all(bytes_of(pool, 10 + i) == bytes_of(pool, 1 + i) for i in range(7))
+    for row in rows:
+        row.close()
+
+
 def test_a_load_is_over_when_nothing_is_written_any_more(pool: KVPool, make: Make) -> None:
     row, seen = row_of(pool, make), list[tuple[int, bool]]()
     load = Load([(row, Source(b"k" * 32, TOKENS, place)) for place in (3, 4)])

@@ -42,9 +42,7 @@ class Arena(PageStore):
         self._view = memoryview(self._mapping)
         self._touch(registered=registered)
         self._lock = threading.Lock()
-        self._used: OrderedDict[bytes, int] = (
-            OrderedDict()
-        )  # slots by key, least recently used first
+        self._used = OrderedDict[bytes, int]()  # slots by key, least recently used first
         self._free = [*range(num_slots)]
 
     def _touch(self, *, registered: bool) -> None:
@@ -90,11 +88,10 @@ class Arena(PageStore):
             self._used.move_to_end(key)
         take(self._object(slot))
 
-    def forget(self, key: bytes = b"") -> int:
+    def forget(self, key: bytes = b"") -> None:
         with self._lock:
             keys = [key] if key in self._used else [] if key else [*self._used]
             self._free += [self._used.pop(x) for x in keys]
-        return len(keys)
 
     def close(self) -> None:
         if self._is_registered:

@@ -37,8 +37,8 @@ class PageStore(Protocol):
         """
         ...
 
-    def forget(self, key: bytes = b"") -> int:
-        """Delete an object, or all; how many. For any thread."""
+    def forget(self, key: bytes = b"") -> None:
+        """Delete an object, or all. For any thread."""
         ...
 
     def close(self) -> None:

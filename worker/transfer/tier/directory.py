@@ -126,12 +126,10 @@ class Directory(PageStore):
         self._note(path, self._object_bytes)
         take(staged)
 
-    def forget(self, key: bytes = b"") -> int:
-        paths = [self._path(key)] if key else [self._path(x) for x in list(self._own_keys)]
-        for path in paths:
+    def forget(self, key: bytes = b"") -> None:
+        for path in map(self._path, [key] if key else list(self._own_keys)):
             path.unlink(missing_ok=True)
             self._leave_out(path)
-        return len(paths)
 
     def close(self) -> None:
         self._ends.set()

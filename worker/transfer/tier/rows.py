@@ -88,10 +88,8 @@ class Load:
     def take(self, row: "Row", most: int) -> range:
         """The next parts that nobody has taken and this row has: so many at most."""
         first = self.num_taken
-        for other, _ in self.parts[first : first + most]:
-            if other is not row:
-                break
-            self.num_taken += 1
+        parts = self.parts[first : first + most]
+        self.num_taken += sum(1 for _ in itertools.takewhile(lambda part: part[0] is row, parts))
         return range(first, self.num_taken)
 
     def write(self, numbers: range, write: Callable[[int], None]) -> None:
