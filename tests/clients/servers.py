@@ -42,7 +42,7 @@ BENCH = (
     "--processes", "1", "--quiet", "--header", "Connection: close",
 )  # fmt: skip
 LOADS = {"llama.cpp": ("--source", "synthetic:2048,256", "--num", "6"),
-         "transformers": ("--source", "synthetic:64,32", "--num", "10")}  # fmt: skip
+         "transformers": ("--source", "problems", "--num", "12")}  # fmt: skip
 
 
 def as_gguf(path: Path) -> None:
