@@ -267,8 +267,14 @@ class Row:
 
     def _next(self) -> Callable[[Mover], None] | None:
         """What is to be done, once there is something; None: no more."""
+
+        def is_due() -> bool:
+            if self._num_busy and (self._is_alone or not self._loads):
+                return self._is_closed
+            return bool(self._is_closed or self._loads or self._forgets or self._copies)
+
         with self._changed:
-            self._changed.wait_for(self._is_due)
+            self._changed.wait_for(is_due)
             if self._is_closed:
                 return None
             store = self._store
@@ -285,11 +291,6 @@ class Row:
             if self._forgets:
                 return partial(self._forget, store)
             return partial(self._keep, store, self._copies.popleft())
-
-    def _is_due(self) -> bool:
-        if self._num_busy and (self._is_alone or not self._loads):
-            return self._is_closed
-        return bool(self._is_closed or self._loads or self._forgets or self._copies)
 
     def _forget(self, store: PageStore, _: Mover) -> None:
         store.forget()
