@@ -10,7 +10,6 @@ from worker.config.checkpoint.quantization import Quantization
 from worker.errors import Unsupported, UserError
 from worker.ops.experts.product import expert_products
 from worker.ops.experts.route import Routes
-from worker.ops.norms import swiglu
 from worker.ops.packed import LINE, ZERO, as_packed, multiplies_packed, packed_product
 from worker.ops.scaled import E4M3
 from worker.weights.base import Format, Grid, Matrix, Operand, Parts, whole_of
@@ -44,16 +43,13 @@ class FourBitMatrix(Matrix):
         held: Any = self.operands
         if first_row:
             held = [None if x is None else x[first_row:] for x in held]
-        values, *others = held
-        if out is None:
-            y = packed_product(x, values, *others)
-        else:
-            scales, zeros, factors = others
-            y = packed_product(x, values, scales, zeros, factors, out)
+        y = packed_product(x, *held) if out is None else packed_product(x, *held, False, out)
         return y if bias is None else y.add_(bias)
 
     def gated(self, x: Operand) -> Tensor:
-        return swiglu(self.product(x))
+        assert isinstance(x, Tensor)
+        held: Any = self.operands
+        return packed_product(x, *held, True)
 
     def experts(self, down: Matrix, x: Tensor, routes: Routes, out: Tensor | None = None) -> Tensor:
         assert isinstance(down, FourBitMatrix)

@@ -242,8 +242,7 @@ def expert_products_triton(
         if of_w is not None:
             source, of_rows = eight_bits_triton(source)
         if four is not None:
-            kind, group, most = steps_of(four[0], k)
-            tile = replace(tile, block_k=min(tile.block_k, most))
+            kind, group = steps_of(four[0], k)
         of_four, zeros, factors = four or (None, None, None)
         num_tiles = -(-columns // (tile.rows // 2 if gated else tile.rows))
         _grouped_kernel[(num_items * num_tiles,)](
