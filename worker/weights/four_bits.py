@@ -43,13 +43,16 @@ class FourBitMatrix(Matrix):
         held: Any = self.operands
         if first_row:
             held = [None if x is None else x[first_row:] for x in held]
-        y = packed_product(x, *held) if out is None else packed_product(x, *held, False, out)
+        values, scales, zeros, factors = held
+        operands = x, values, scales, zeros, factors
+        y = packed_product(*operands) if out is None else packed_product(*operands, False, out)
         return y if bias is None else y.add_(bias)
 
     def gated(self, x: Operand) -> Tensor:
         assert isinstance(x, Tensor)
         held: Any = self.operands
-        return packed_product(x, *held, True)
+        values, scales, zeros, factors = held
+        return packed_product(x, values, scales, zeros, factors, True)
 
     def experts(self, down: Matrix, x: Tensor, routes: Routes, out: Tensor | None = None) -> Tensor:
         assert isinstance(down, FourBitMatrix)
