@@ -76,10 +76,16 @@ def test_what_is_drawn_is_near_what_is_packed(kind: torch.dtype) -> None:
 
 @pytest.mark.parametrize("m", [1, 8, 32, 64, 65, 2048])
 def test_sums_are_cut_by_the_weights_shape_alone(m: int) -> None:
-    for n, k in ((4096, 4096), (4096, 14336), (6144, 4096), (28672, 4096), (64, 64)):
-        tile = choose_packed(m, n, k)
-        assert tile.split == (choose_packed(1, n, k).split if m <= 64 else 1)
+    shapes = (4096, 4096), (4096, 11008), (4096, 12288), (24512, 4096), (28672, 4096), (64, 64)
+    for n, k in shapes:
+        tile, alone = choose_packed(m, n, k), choose_packed(1, n, k, product_follows=True)
+        assert tile.split == (alone.split if m <= 64 else 1)
+        assert m > 64 or columns_of_a_part(tile, k) == columns_of_a_part(alone, k)
         assert tile.num_partials(n) <= MAX_PARTIALS
+
+
+def columns_of_a_part(tile: SkinnyTile, k: int) -> int:
+    return -(-k // (tile.block_k * tile.split)) * tile.block_k
 
 
 if not INTERPRETED:

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.ops.jit import INTERPRETED, enter, gdc_launch_dependents, gdc_wait, overlap, power_of_two, tl, triton
+from worker.ops.jit import INTERPRETED, gdc_launch_dependents, gdc_wait, overlap, tl, triton
 from worker.ops.norms import swiglu
 from worker.ops.packed import packed_product_ref
-from worker.ops.product import OWN_ROWS, workspace_of
+from worker.ops.product import MAX_PARTIALS, OWN_ROWS, workspace_of
 from worker.ops.scaled import E4M3
-from worker.ops.skinny_triton import DTYPES, SkinnyTile, gated_sums, store_sums
+from worker.ops.skinny_triton import AT_ONCE, DTYPES, SkinnyTile, gated_sums, store_sums
 
 # What the numbers are, by the dtype of their scales; other dtypes: integers.
 INTEGERS, KINDS = 0, {torch.uint8: 1, E4M3: 2}
-TILE_ROWS, BLOCK_K = 64, 128  # of weights
-NUM_SMS, SHARED = 132, 227 << 10  # multiprocessors, and bytes of shared memory of each
-PROGRAMS = 256  # of a product with few rows, at least: almost two a multiprocessor of an H200
+TILE_ROWS, BLOCK_K = 64, 128  # of weights; of a program there are up to 64 rows of x
+NUM_SMS = 132  # multiprocessors of an H200
+PROGRAMS = 384  # of a product with few rows: almost three a multiprocessor
 
 
 @triton.jit
@@ -36,18 +36,14 @@ def _of_bits(bits, dtype):
     return bits.to(tl.uint16).to(dtype, bitcast=True)
 
 
-# Of 16 bits, two of which are in a register, four as a number of 16, by their place: an integer
-# less what is in `less`, where 128 was added in bf16, 1024 in f16; or a code of e2m1, whose
-# exponent lacks a bias. All in assembly, or numbers would be paired otherwise than registers are.
-def _integers(dtype: str, power: str, less: str) -> Any:
-    text = (
-        "{{ .reg .b32 t, z; shr.b32 t, $1, {}; lop3.b32 t, t, 0x000F000F, {}, 0xEA; "
-        "mov.b32 z, {}; sub.rn.{}x2 $0, t, z; }}"
-    )
-    return tl.constexpr(tuple(text.format(4 * at, power, less, dtype) for at in range(4)))
+# Of 16 bits, two of which are in a register, four as a number of 16, by their place: 128 + them in
+# bf16, 1024 + them in f16; or as a code of e2m1, whose exponent lacks a bias.
+def _integer(power: str) -> Any:
+    text = "{{ .reg .b32 t; shr.b32 t, $1, {}; lop3.b32 $0, t, 0x000F000F, {}, 0xEA; }}"
+    return tl.constexpr(tuple(text.format(4 * place, power) for place in range(4)))
 
 
-def _codes(left: int, mask: str) -> Any:
+def _code(left: int, mask: str) -> Any:
     text = (
         "{{ .reg .b32 s, t; shl.b32 s, $1, {}; and.b32 s, s, 0x80008000; "
         "{}.b32 t, $1, {}; lop3.b32 $0, t, {}, s, 0xEA; }}"
@@ -56,10 +52,8 @@ def _codes(left: int, mask: str) -> Any:
     return tl.constexpr(tuple(text.format(*move, mask) for move in moves))
 
 
-BF16, F16 = ("bf16", "0x43004300"), ("f16", "0x64006400")
-EIGHT_BF16, EIGHT_F16 = _integers(*BF16, "0x43084308"), _integers(*F16, "0x64086408")
-ZERO_BF16, ZERO_F16 = _integers(*BF16, "$2"), _integers(*F16, "$2")
-CODE_BF16, CODE_F16 = _codes(6, "0x01C001C0"), _codes(9, "0x0E000E00")
+INTEGER_BF16, INTEGER_F16 = _integer("0x43004300"), _integer("0x64006400")
+CODE_BF16, CODE_F16 = _code(6, "0x01C001C0"), _code(9, "0x0E000E00")
 
 
 @triton.jit
@@ -70,62 +64,50 @@ def _plus_power(q, dtype):
 
 
 @triton.jit
-def _code(four, place: tl.constexpr, dtype):
-    """A code of e2m1, but for its exponent's bias."""
+def _number(four, place: tl.constexpr, dtype, KIND: tl.constexpr):
+    """What four bits of 16 are, but for zero points and e2m1's bias."""
     if INTERPRETED:
-        four, left = four >> (4 * place), 6 if dtype == tl.bfloat16 else 9
-        found = (four & 8) << 12 | (four & 7) << left
+        four = four >> (4 * place)
+    if KIND == 0:
+        if INTERPRETED:
+            return _plus_power(four & 15, dtype)  # pyright: ignore
+        ASM: tl.constexpr = INTEGER_BF16 if dtype == tl.bfloat16 else INTEGER_F16
     else:
+        if INTERPRETED:
+            left = 6 if dtype == tl.bfloat16 else 9
+            return _of_bits((four & 8) << 12 | (four & 7) << left, dtype)  # pyright: ignore
         ASM: tl.constexpr = CODE_BF16 if dtype == tl.bfloat16 else CODE_F16
-        found = tl.inline_asm_elementwise(ASM[place], "=r,r", [four], tl.uint16, True, 2)
+    found = tl.inline_asm_elementwise(ASM[place], "=r,r", [four], tl.uint16, is_pure=True, pack=2)
     return _of_bits(found, dtype)  # pyright: ignore
 
 
 @triton.jit
-def _integer(four, place: tl.constexpr, less, zeros, dtype):
-    """Less its zero point; less: what _plus_power makes of that; without `zeros` it is 8."""
-    if INTERPRETED:
-        found = _plus_power(four >> (4 * place) & 15, dtype)  # pyright: ignore
-        if zeros is None:
-            less = 136.0 if dtype == tl.bfloat16 else 1032.0
-        return found - less
-    elif zeros is None:
-        ASM: tl.constexpr = EIGHT_BF16 if dtype == tl.bfloat16 else EIGHT_F16
-        found = tl.inline_asm_elementwise(ASM[place], "=r,r", [four], tl.uint16, True, 2)
-        return _of_bits(found, dtype)  # pyright: ignore
+def _numbers(four, dtype, KIND: tl.constexpr):
+    """[rows, columns] of `four`, [rows, columns / 4], whose threads hold what they multiply."""
+    ROWS: tl.constexpr = four.shape[0]
+    NUM: tl.constexpr = four.shape[1] // 8  # lines
+    pair = tl.join(_number(four, 0, dtype, KIND), _number(four, 2, dtype, KIND))  # pyright: ignore
+    other = tl.join(_number(four, 1, dtype, KIND), _number(four, 3, dtype, KIND))  # pyright: ignore
+    places = tl.reshape(tl.join(pair, other), (ROWS, NUM, 8, 2, 2))
+    return tl.reshape(tl.permute(places, (0, 1, 3, 4, 2)), (ROWS, NUM * 32))
+
+
+@triton.jit
+def _steps(
+    scales, rows, begin, K, dtype, COLS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr
+):
+    """What codes of e2m1 in columns from `begin` on are multiplied by, [rows, COLS]."""
+    ROWS: tl.constexpr = rows.shape[0]
+    NUM: tl.constexpr = COLS // GROUP
+    at = begin // GROUP + tl.arange(0, NUM)[None, :]
+    spot = scales + rows[:, None] * (K // GROUP) + at
+    inside = at < K // GROUP
+    if KIND == 1:  # a power of two: the bits of an exponent, or the largest subnormal's
+        bits = tl.load(spot, mask=inside, other=0).to(tl.uint16)
+        found = _of_bits(tl.where(bits == 0, 64, bits << 7), dtype)  # pyright: ignore
     else:
-        ASM: tl.constexpr = ZERO_BF16 if dtype == tl.bfloat16 else ZERO_F16
-        less = less.to(tl.uint16, bitcast=True)
-        found = tl.inline_asm_elementwise(ASM[place], "=r,r,r", [four, less], tl.uint16, True, 2)
-        return _of_bits(found, dtype)  # pyright: ignore
-
-
-@triton.jit
-def _of_groups(held, rows, begin, K, other, COLS: tl.constexpr, GROUP: tl.constexpr):
-    """[rows, groups] that columns from `begin` on are of, of `held`, [.., groups of K columns]."""
-    NUM: tl.constexpr = COLS // GROUP if GROUP and GROUP < COLS else 1
-    group, num_groups = begin * 0, 1
-    if GROUP:
-        group, num_groups = begin // GROUP, K // GROUP
-    at = group + tl.arange(0, NUM)[None, :]
-    return tl.load(held + rows[:, None] * num_groups + at, mask=at < num_groups, other=other)
-
-
-@triton.jit
-def _spread(of_groups, COLS: tl.constexpr):
-    """[rows, COLS] of [rows, groups]."""
-    ROWS: tl.constexpr = of_groups.shape[0]
-    NUM: tl.constexpr = of_groups.shape[1]
-    every = tl.broadcast_to(of_groups[:, :, None], (ROWS, NUM, COLS // NUM))
-    return tl.reshape(every, (ROWS, COLS))
-
-
-@triton.jit
-def _in_order(p0, p1, p2, p3, ROWS: tl.constexpr, NUM: tl.constexpr):
-    """[ROWS, NUM · 32] of [ROWS, NUM · 8] by places, in threads that hold what they multiply."""
-    both = tl.join(tl.join(p0, p2), tl.join(p1, p3))
-    lines = tl.permute(tl.reshape(both, (ROWS, NUM, 8, 2, 2)), (0, 1, 3, 4, 2))
-    return tl.reshape(lines, (ROWS, NUM * 32))
+        found = tl.load(spot, mask=inside, other=0.0).to(tl.float32 if INTERPRETED else dtype)
+    return tl.reshape(tl.broadcast_to(found[:, :, None], (ROWS, NUM, GROUP)), (ROWS, COLS))
 
 
 @triton.jit
@@ -145,20 +127,36 @@ def _dot(numbers, x_tile, sums):
 
 @triton.jit
 def _plus_groups(
-    acc, numbers, scale, x_at, here, begin, K, COLS: tl.constexpr, EVEN_K: tl.constexpr,
+    acc, numbers, x_at, here, rows, begin, scales, zeros, K, dtype,
+    COLS: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """acc + numbers [rows, COLS] times x times scale [rows, groups], a group after the other."""
-    ROWS: tl.constexpr = numbers.shape[0]
-    NUM: tl.constexpr = scale.shape[1]
-    if NUM == 1:
-        x_tile = _x_of(x_at, here, begin, K, COLS, EVEN_K)  # pyright: ignore
-        return acc + _dot(numbers, x_tile, tl.zeros(acc.shape, tl.float32)) * scale  # pyright: ignore
-    else:
+    """acc + integers [rows, COLS] times x, a group after the other; numbers: see _plus_power."""
+    if GROUP % COLS:
         HALF: tl.constexpr = COLS // 2
-        low, high = tl.split(tl.permute(tl.reshape(numbers, (ROWS, 2, HALF)), (0, 2, 1)))
-        of_low, of_high = tl.split(tl.permute(tl.reshape(scale, (ROWS, 2, NUM // 2)), (0, 2, 1)))
-        acc = _plus_groups(acc, low, of_low, x_at, here, begin, K, HALF, EVEN_K)  # pyright: ignore
-        return _plus_groups(acc, high, of_high, x_at, here, begin + HALF, K, HALF, EVEN_K)  # pyright: ignore
+        halves = tl.reshape(numbers, (numbers.shape[0], 2, HALF))
+        low, high = tl.split(tl.permute(halves, (0, 2, 1)))
+        acc = _plus_groups(  # pyright: ignore
+            acc, low, x_at, here, rows, begin, scales, zeros, K, dtype, HALF, GROUP, EVEN_K
+        )
+        return _plus_groups(  # pyright: ignore
+            acc, high, x_at, here, rows, begin + HALF, scales, zeros, K, dtype, HALF, GROUP, EVEN_K
+        )
+    else:
+        group, num_groups = begin * 0, 1
+        if GROUP:
+            group, num_groups = begin // GROUP, K // GROUP
+        of_group = rows * num_groups + group
+        there = group < num_groups
+        if zeros is None:  # a constant tensor would send the numbers through shared memory
+            EIGHT: tl.constexpr = 136.0 if dtype == tl.bfloat16 else 1032.0  # pyright: ignore
+            numbers -= EIGHT
+        else:
+            zero = tl.load(zeros + of_group, mask=there, other=8)
+            numbers -= _plus_power(zero, dtype)[:, None]  # pyright: ignore
+        scale = tl.load(scales + of_group, mask=there, other=0.0).to(tl.float32)[:, None]
+        x_tile = _x_of(x_at, here, begin, K, COLS, EVEN_K)  # pyright: ignore
+        sums = _dot(numbers, x_tile, tl.zeros(acc.shape, tl.float32))  # pyright: ignore
+        return acc + sums * scale
 
 
 @triton.jit
@@ -172,51 +170,34 @@ def multiply_packed(
     values: u16, two bytes of packed.worth's; scales, zeros: see there. GROUP: columns of a scale;
     0: all.
     """
-    ROWS: tl.constexpr = acc.shape[0]
-    WIDTH: tl.constexpr = BLOCK_K // 4
-    at = begin // 4 + tl.arange(0, WIDTH)[None, :]
+    at = begin // 4 + tl.arange(0, BLOCK_K // 4)[None, :]
     stride = (K + 31) // 32 * 8
     spot = values + rows[:, None] * stride + at
     four = tl.load(spot) if EVEN_K else tl.load(spot, mask=at < stride, other=0)
+    numbers = _numbers(four, dtype, KIND)  # pyright: ignore
     if KIND == 0:
-        less = begin
-        if zeros is not None:
-            zero = _of_groups(zeros, rows, begin, K, 8, BLOCK_K, GROUP)  # pyright: ignore
-            less = _spread(_plus_power(zero, dtype), WIDTH)  # pyright: ignore
-        numbers = _in_order(  # pyright: ignore
-            _integer(four, 0, less, zeros, dtype), _integer(four, 1, less, zeros, dtype),
-            _integer(four, 2, less, zeros, dtype), _integer(four, 3, less, zeros, dtype),
-            ROWS, BLOCK_K // 32,
-        )  # fmt: skip
-        scale = _of_groups(scales, rows, begin, K, 0.0, BLOCK_K, GROUP).to(tl.float32)  # pyright: ignore
-        return _plus_groups(acc, numbers, scale, x_at, here, begin, K, BLOCK_K, EVEN_K)  # pyright: ignore
-    numbers = _in_order(  # pyright: ignore
-        _code(four, 0, dtype), _code(four, 1, dtype),
-        _code(four, 2, dtype), _code(four, 3, dtype), ROWS, BLOCK_K // 32,
-    )  # fmt: skip
-    UNIT: tl.constexpr = 2.0**126 if dtype == tl.bfloat16 else 2.0**14
-    if KIND == 1:  # a power of two: the bits of an exponent, or the largest subnormal's
-        bits = _of_groups(scales, rows, begin, K, 0, BLOCK_K, GROUP).to(tl.uint16)  # pyright: ignore
-        steps = _of_bits(tl.where(bits == 0, 64, bits << 7), dtype)  # pyright: ignore
+        return _plus_groups(  # pyright: ignore
+            acc, numbers, x_at, here, rows, begin, scales, zeros, K, dtype, BLOCK_K, GROUP, EVEN_K
+        )
     else:
-        steps = _of_groups(scales, rows, begin, K, 0.0, BLOCK_K, GROUP)  # pyright: ignore
-        steps = steps.to(tl.float32 if INTERPRETED else dtype)
-    numbers = numbers * UNIT * _spread(steps, BLOCK_K)  # pyright: ignore
-    return _dot(numbers, _x_of(x_at, here, begin, K, BLOCK_K, EVEN_K), acc)  # pyright: ignore
+        UNIT: tl.constexpr = 2.0**126 if dtype == tl.bfloat16 else 2.0**14
+        numbers *= UNIT
+        numbers *= _steps(scales, rows, begin, K, dtype, BLOCK_K, KIND, GROUP)  # pyright: ignore
+        return _dot(numbers, _x_of(x_at, here, begin, K, BLOCK_K, EVEN_K), acc)  # pyright: ignore
 
 
 @triton.jit(do_not_specialize=["M"])
 def _packed_gemm_kernel(
     x, values, scales, zeros, factors, out, partial, arrivals, M, N, K, stride_x, stride_out,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr,
-    GROUP: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
-    EVEN_K: tl.constexpr, PDL: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr,
-    UNROLL: tl.constexpr, LATE: tl.constexpr,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr, EVEN_K: tl.constexpr, GATED: tl.constexpr, LATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the weights' rows, SPLIT, tiles of x, of which there is one if SPLIT > 1).
 
-    x: [M, K], out: [M, N], rows contiguous; STEPS, partial, arrivals, GATED: see
-    _skinny_gemm_kernel.
+    x: [M, K], out: [M, N], rows contiguous; STEPS, of BLOCKS · BLOCK_K columns, partial, arrivals,
+    GATED: see _skinny_gemm_kernel. LATE: the next kernel starts when sums are done.
     """
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the output
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -228,25 +209,21 @@ def _packed_gemm_kernel(
     tokens = (tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     here = (tokens < M)[:, None]
     x_rows = x + tokens[:, None] * stride_x
-    if AHEAD and PDL:
+    if PDL:  # the first two lines of each row are on their way before x is there
         stride = (K + 31) // 32 * 8
-        first = part * (STEPS * UNROLL * BLOCK_K // 4) + tl.arange(0, AHEAD) * 64
-        first = tl.minimum(first, stride - 8)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l",
-            [values + rows[:, None] * stride + first[None, :]], tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    if LATE:
-        if PDL:
-            gdc_wait()
-    else:
-        enter(PDL)
+        lines = part * (STEPS * BLOCKS * BLOCK_K // 4) + tl.arange(0, 2) * 64
+        first = values + rows[:, None] * stride + tl.minimum(lines, stride - 8)[None, :]
+        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"  # pyright: ignore
+        tl.inline_asm_elementwise(asm, "=r,l", [first], tl.int32, is_pure=False, pack=1)
+        gdc_wait()
+        if not LATE:
+            gdc_launch_dependents()
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
-        for i in tl.static_range(UNROLL):
+        for block in tl.static_range(BLOCKS):
             acc = multiply_packed(  # pyright: ignore
-                acc, x_rows, here, rows, ((part * STEPS + step) * UNROLL + i) * BLOCK_K, values,
-                scales, zeros, K, out.dtype.element_ty, BLOCK_K, KIND, GROUP, EVEN_K,
+                acc, x_rows, here, rows, ((part * STEPS + step) * BLOCKS + block) * BLOCK_K,
+                values, scales, zeros, K, out.dtype.element_ty, BLOCK_K, KIND, GROUP, EVEN_K,
             )  # fmt: skip
     if LATE and PDL:
         gdc_launch_dependents()
@@ -263,17 +240,24 @@ def _packed_gemm_kernel(
 
 
 @cache
-def choose_packed(m: int, n: int, k: int) -> SkinnyTile:
-    """The tile for x: [m, k] and weights [n, k]; up to OWN_ROWS rows m cuts no sum otherwise."""
-    tokens, split = power_of_two(min(max(m, 16), 128)), 1
+def choose_packed(m: int, n: int, k: int, *, product_follows: bool = False) -> SkinnyTile:
+    """The tile for x: [m, k] and weights [n, k]; up to OWN_ROWS rows m cuts no sum otherwise.
+
+    A product that follows starts late: early, its programs would crowd on some multiprocessors.
+    """
+    tokens = min(max(16, 1 << (m - 1).bit_length()), 128)
     if m > OWN_ROWS:
-        return SkinnyTile(tokens, 128, BLOCK_K, 1, 8, 4, trigger=0)
-    num_tiles = -(-n // TILE_ROWS)
-    while num_tiles * split < PROGRAMS and split < 8 and 256 * split <= k:
-        split *= 2
-    room = SHARED // -(-num_tiles * split // NUM_SMS) - 1024 + TILE_ROWS * BLOCK_K // 2
-    num_stages = min(max(3, room // (BLOCK_K * (2 * tokens + TILE_ROWS // 2))), 14)
-    return SkinnyTile(tokens, TILE_ROWS, BLOCK_K, split, 4, num_stages, trigger=0)
+        return SkinnyTile(tokens, 128, BLOCK_K, 1, 8, 4, AT_ONCE)
+    num_tiles, wide = -(-n // TILE_ROWS), 2 * BLOCK_K
+    most = max(1, min(8, k // 1024, MAX_PARTIALS // (num_tiles * TILE_ROWS * OWN_ROWS)))
+    even = [split for split in range(1, most + 1) if split == 1 or k % (wide * split) == 0]
+    enough = [split for split in (*even, *range(1, most + 1)) if num_tiles * split >= PROGRAMS]
+    split = enough[0] if enough else even[-1] if num_tiles * even[-1] >= NUM_SMS else most
+    block_k, num_stages = BLOCK_K, 3 if tokens == 64 else 8 if product_follows else 4
+    if tokens == 32 and k % (wide * split) == 0:
+        block_k, num_stages = wide, 3
+    trigger = 0 if product_follows else AT_ONCE
+    return SkinnyTile(tokens, TILE_ROWS, block_k, split, 4, num_stages, trigger)
 
 
 def steps_of(scales: Tensor, k: int) -> tuple[int, int]:
@@ -296,25 +280,28 @@ def packed_gemm(
     *,
     gated: bool = False,
 ) -> Tensor:
-    """out[:] = x times the transposed numbers; x: [m, k], out: [m, n], rows contiguous.
+    """out[:] = x times the transposed numbers, or the same bits as its swiglu.
 
-    held: values, scales, zeros, factors, see packed.worth; contiguous.
+    x: [m, k], out: [m, n], gated [m, n / 2], rows contiguous. held: values, scales, zeros, factors,
+    see packed.worth; contiguous.
     """
     (m, k), (values, scales, zeros, factors) = x.shape, held
-    n, (kind, group) = len(values) // (2 if gated else 1), steps_of(scales, k)
+    n, (kind, group), workspace = len(values), steps_of(scales, k), workspace_of(x.device)
     assert takes(x, scales)
     assert x.stride(1) == out.stride(1) == 1
     assert all(part is None or part.is_contiguous() for part in held)
     assert tile.split == 1 or m <= tile.block_m
-    steps, workspace = -(-k // (tile.block_k * tile.split)), workspace_of(x.device)
+    assert tile.num_partials(n) <= workspace.partial.numel()
+    assert not gated or tile.gates(n)
+    steps, num_blocks = -(-k // (tile.block_k * tile.split)), max(1, tile.block_k // BLOCK_K)
     _packed_gemm_kernel[(tile.num_tiles(n), tile.split, -(-m // tile.block_m))](
-        x, values.view(torch.uint16), scales, zeros, factors, out,
-        workspace.partial, workspace.arrivals, m, n, k, x.stride(0), out.stride(0),
+        x, values.view(torch.uint16), scales, zeros, factors, out, workspace.partial,
+        workspace.arrivals, m, n // 2 if gated else n, k, x.stride(0), out.stride(0),
         **overlap(
-            x, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, KIND=kind,
-            GROUP=group, SPLIT=tile.split, STEPS=steps, STAGES=tile.num_stages,
-            EVEN_K=steps * tile.block_k * tile.split == k, num_warps=tile.num_warps,
-            num_stages=tile.num_stages, GATED=gated, AHEAD=0, UNROLL=1, LATE=False,
+            x, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k // num_blocks,
+            KIND=kind, GROUP=group, SPLIT=tile.split, STEPS=steps, BLOCKS=num_blocks,
+            STAGES=tile.num_stages, EVEN_K=steps * tile.block_k * tile.split == k, GATED=gated,
+            LATE=tile.trigger == 0, num_warps=tile.num_warps, num_stages=tile.num_stages,
         ),
     )  # fmt: skip
     return out
@@ -333,9 +320,8 @@ def packed_product_triton(
     if not takes(x, scales):
         return packed_product_ref(x, values, scales, zeros, factors, gated, out)
     (m, k), n = x.shape, len(values)
-    tile = choose_packed(m, n, k)
-    fused = gated and tile.gates(n)
-    y = x.new_empty(m, n // 2 if fused else n) if gated or out is None else out
-    if m:
-        packed_gemm(x, (values, scales, zeros, factors), y, tile, gated=fused)
-    return swiglu(y) if gated and not fused else y
+    tile = choose_packed(m, n, k, product_follows=gated)
+    if gated and not tile.gates(n):
+        return swiglu(packed_product_triton(x, values, scales, zeros, factors))
+    out = x.new_empty(m, n // 2 if gated else n) if out is None else out
+    return packed_gemm(x, (values, scales, zeros, factors), out, tile, gated=gated) if m else out
