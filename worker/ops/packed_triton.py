@@ -4,8 +4,6 @@ Operands are those of the definition, exact in 16 bits: of integers (q - zero), 
 are scaled in f32; of e2m1 the code times its group's scale. So a product differs from the
 definition by the order of its f32 additions alone. That order follows from the weights' shape up to
 OWN_ROWS rows of x, and a row's result depends on that row alone, bit for bit.
-
-Tiles are chosen by shape: on an H200 two groups of four warps a tile are ahead of one.
 """
 
 from functools import cache
@@ -24,8 +22,7 @@ from worker.ops.skinny_triton import AT_ONCE, DTYPES, SkinnyTile, gated_sums, st
 # What the numbers are, by the dtype of their scales; other dtypes: integers.
 INTEGERS, KINDS = 0, {torch.uint8: 1, E4M3: 2}
 TILE_ROWS, BLOCK_K = 64, 128  # of weights; of a program there are up to 64 rows of x
-NUM_SMS = 132  # multiprocessors of an H200
-PROGRAMS = 384  # of a product with few rows: almost three a multiprocessor
+PROGRAMS = 384  # of a product with few rows: almost three a multiprocessor of an H200
 
 
 @triton.jit
@@ -44,10 +41,8 @@ def _integer(power: str) -> Any:
 
 
 def _code(left: int, mask: str) -> Any:
-    text = (
-        "{{ .reg .b32 s, t; shl.b32 s, $1, {}; and.b32 s, s, 0x80008000; "
-        "{}.b32 t, $1, {}; lop3.b32 $0, t, {}, s, 0xEA; }}"
-    )
+    text = "{{ .reg .b32 s, t; shl.b32 s, $1, {}; and.b32 s, s, 0x80008000; {}.b32 t, $1, {}; "
+    text += "lop3.b32 $0, t, {}, s, 0xEA; }}"
     moves = ((12 - at, "shl" if left > at else "shr", abs(left - at)) for at in (0, 4, 8, 12))
     return tl.constexpr(tuple(text.format(*move, mask) for move in moves))
 
@@ -66,30 +61,27 @@ def _plus_power(q, dtype):
 @triton.jit
 def _number(four, place: tl.constexpr, dtype, KIND: tl.constexpr):
     """What four bits of 16 are, but for zero points and e2m1's bias."""
+    BF16: tl.constexpr = dtype == tl.bfloat16
     if INTERPRETED:
         four = four >> (4 * place)
-    if KIND == 0:
-        if INTERPRETED:
-            return _plus_power(four & 15, dtype)  # pyright: ignore
-        ASM: tl.constexpr = INTEGER_BF16 if dtype == tl.bfloat16 else INTEGER_F16
+        code = (four & 8) << 12 | (four & 7) << (6 if BF16 else 9)
+        return _plus_power(four & 15, dtype) if KIND == 0 else _of_bits(code, dtype)  # pyright: ignore
     else:
-        if INTERPRETED:
-            left = 6 if dtype == tl.bfloat16 else 9
-            return _of_bits((four & 8) << 12 | (four & 7) << left, dtype)  # pyright: ignore
-        ASM: tl.constexpr = CODE_BF16 if dtype == tl.bfloat16 else CODE_F16
-    found = tl.inline_asm_elementwise(ASM[place], "=r,r", [four], tl.uint16, is_pure=True, pack=2)
-    return _of_bits(found, dtype)  # pyright: ignore
+        OF_F16: tl.constexpr = INTEGER_F16 if KIND == 0 else CODE_F16
+        OF_BF16: tl.constexpr = INTEGER_BF16 if KIND == 0 else CODE_BF16
+        ASM: tl.constexpr = (OF_BF16 if BF16 else OF_F16)[place]
+        found = tl.inline_asm_elementwise(ASM, "=r,r", [four], tl.uint16, is_pure=True, pack=2)
+        return _of_bits(found, dtype)  # pyright: ignore
 
 
 @triton.jit
 def _numbers(four, dtype, KIND: tl.constexpr):
     """[rows, columns] of `four`, [rows, columns / 4], whose threads hold what they multiply."""
-    ROWS: tl.constexpr = four.shape[0]
     NUM: tl.constexpr = four.shape[1] // 8  # lines
     pair = tl.join(_number(four, 0, dtype, KIND), _number(four, 2, dtype, KIND))  # pyright: ignore
     other = tl.join(_number(four, 1, dtype, KIND), _number(four, 3, dtype, KIND))  # pyright: ignore
-    places = tl.reshape(tl.join(pair, other), (ROWS, NUM, 8, 2, 2))
-    return tl.reshape(tl.permute(places, (0, 1, 3, 4, 2)), (ROWS, NUM * 32))
+    places = tl.reshape(tl.join(pair, other), (four.shape[0], NUM, 8, 2, 2))
+    return tl.reshape(tl.permute(places, (0, 1, 3, 4, 2)), (four.shape[0], NUM * 32))
 
 
 @triton.jit
@@ -97,66 +89,53 @@ def _steps(
     scales, rows, begin, K, dtype, COLS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr
 ):
     """What codes of e2m1 in columns from `begin` on are multiplied by, [rows, COLS]."""
-    ROWS: tl.constexpr = rows.shape[0]
     NUM: tl.constexpr = COLS // GROUP
     at = begin // GROUP + tl.arange(0, NUM)[None, :]
-    spot = scales + rows[:, None] * (K // GROUP) + at
-    inside = at < K // GROUP
+    spot, inside = scales + rows[:, None] * (K // GROUP) + at, at < K // GROUP
     if KIND == 1:  # a power of two: the bits of an exponent, or the largest subnormal's
         bits = tl.load(spot, mask=inside, other=0).to(tl.uint16)
         found = _of_bits(tl.where(bits == 0, 64, bits << 7), dtype)  # pyright: ignore
     else:
         found = tl.load(spot, mask=inside, other=0.0).to(tl.float32 if INTERPRETED else dtype)
-    return tl.reshape(tl.broadcast_to(found[:, :, None], (ROWS, NUM, GROUP)), (ROWS, COLS))
+    every = tl.broadcast_to(found[:, :, None], (rows.shape[0], NUM, GROUP))
+    return tl.reshape(every, (rows.shape[0], COLS))
 
 
 @triton.jit
-def _x_of(x_at, here, begin, K, COLS: tl.constexpr, EVEN_K: tl.constexpr):
-    """[tokens, COLS] of x."""
-    at = begin + tl.arange(0, COLS)[None, :]
-    return tl.load(x_at + at, mask=here if EVEN_K else here & (at < K), other=0.0)
-
-
-@triton.jit
-def _dot(numbers, x_tile, sums):
-    """sums + numbers [rows, columns] times x_tile [tokens, columns] transposed."""
-    if INTERPRETED:
-        numbers, x_tile = numbers.to(tl.float32), x_tile.to(tl.float32)
-    return tl.dot(numbers, tl.trans(x_tile), sums)
-
-
-@triton.jit
-def _plus_groups(
+def _plus(
     acc, numbers, x_at, here, rows, begin, scales, zeros, K, dtype,
-    COLS: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,
+    COLS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """acc + integers [rows, COLS] times x, a group after the other; numbers: see _plus_power."""
-    if GROUP % COLS:
+    """acc + numbers [rows, COLS] times x transposed; integers', by groups, lack zero and scale."""
+    if KIND == 0 and GROUP % COLS:
         HALF: tl.constexpr = COLS // 2
-        halves = tl.reshape(numbers, (numbers.shape[0], 2, HALF))
-        low, high = tl.split(tl.permute(halves, (0, 2, 1)))
-        acc = _plus_groups(  # pyright: ignore
-            acc, low, x_at, here, rows, begin, scales, zeros, K, dtype, HALF, GROUP, EVEN_K
+        low, high = tl.split(tl.permute(tl.reshape(numbers, (acc.shape[0], 2, HALF)), (0, 2, 1)))
+        acc = _plus(  # pyright: ignore
+            acc, low, x_at, here, rows, begin, scales, zeros, K, dtype, HALF, KIND, GROUP, EVEN_K
         )
-        return _plus_groups(  # pyright: ignore
-            acc, high, x_at, here, rows, begin + HALF, scales, zeros, K, dtype, HALF, GROUP, EVEN_K
+        begin += HALF
+        return _plus(  # pyright: ignore
+            acc, high, x_at, here, rows, begin, scales, zeros, K, dtype, HALF, KIND, GROUP, EVEN_K
         )
     else:
-        group, num_groups = begin * 0, 1
-        if GROUP:
-            group, num_groups = begin // GROUP, K // GROUP
-        of_group = rows * num_groups + group
-        there = group < num_groups
-        if zeros is None:  # a constant tensor would send the numbers through shared memory
-            EIGHT: tl.constexpr = 136.0 if dtype == tl.bfloat16 else 1032.0  # pyright: ignore
-            numbers -= EIGHT
-        else:
-            zero = tl.load(zeros + of_group, mask=there, other=8)
-            numbers -= _plus_power(zero, dtype)[:, None]  # pyright: ignore
-        scale = tl.load(scales + of_group, mask=there, other=0.0).to(tl.float32)[:, None]
-        x_tile = _x_of(x_at, here, begin, K, COLS, EVEN_K)  # pyright: ignore
-        sums = _dot(numbers, x_tile, tl.zeros(acc.shape, tl.float32))  # pyright: ignore
-        return acc + sums * scale
+        at = begin + tl.arange(0, COLS)[None, :]
+        x_tile = tl.load(x_at + at, mask=here if EVEN_K else here & (at < K), other=0.0)
+        sums = acc
+        if KIND == 0:
+            group, num_groups = begin // GROUP if GROUP else begin * 0, K // GROUP if GROUP else 1
+            of_group, there = rows * num_groups + group, group < num_groups
+            if zeros is None:  # a constant tensor would send the numbers through shared memory
+                EIGHT: tl.constexpr = 136.0 if dtype == tl.bfloat16 else 1032.0  # pyright: ignore
+                numbers -= EIGHT
+            else:
+                zero = tl.load(zeros + of_group, mask=there, other=8)
+                numbers -= _plus_power(zero, dtype)[:, None]  # pyright: ignore
+            scale = tl.load(scales + of_group, mask=there, other=0.0).to(tl.float32)[:, None]
+            sums = tl.zeros(acc.shape, tl.float32)
+        if INTERPRETED:
+            numbers, x_tile = numbers.to(tl.float32), x_tile.to(tl.float32)
+        sums = tl.dot(numbers, tl.trans(x_tile), sums)
+        return acc + sums * scale if KIND == 0 else sums  # pyright: ignore
 
 
 @triton.jit
@@ -167,23 +146,20 @@ def multiply_packed(
     """acc + the numbers of `rows` of BLOCK_K columns from `begin` on, times x transposed.
 
     acc: f32 [rows, tokens]; x_at: [tokens, 1], of columns 0; here: [tokens, 1], which there are;
-    values: u16, two bytes of packed.worth's; scales, zeros: see there. GROUP: columns of a scale;
-    0: all.
+    values: u16, two bytes of packed.worth's; scales, zeros: see there; GROUP: 0 for one of a row.
     """
     at = begin // 4 + tl.arange(0, BLOCK_K // 4)[None, :]
     stride = (K + 31) // 32 * 8
     spot = values + rows[:, None] * stride + at
     four = tl.load(spot) if EVEN_K else tl.load(spot, mask=at < stride, other=0)
     numbers = _numbers(four, dtype, KIND)  # pyright: ignore
-    if KIND == 0:
-        return _plus_groups(  # pyright: ignore
-            acc, numbers, x_at, here, rows, begin, scales, zeros, K, dtype, BLOCK_K, GROUP, EVEN_K
-        )
-    else:
+    if KIND != 0:
         UNIT: tl.constexpr = 2.0**126 if dtype == tl.bfloat16 else 2.0**14
         numbers *= UNIT
         numbers *= _steps(scales, rows, begin, K, dtype, BLOCK_K, KIND, GROUP)  # pyright: ignore
-        return _dot(numbers, _x_of(x_at, here, begin, K, BLOCK_K, EVEN_K), acc)  # pyright: ignore
+    return _plus(  # pyright: ignore
+        acc, numbers, x_at, here, rows, begin, scales, zeros, K, dtype, BLOCK_K, KIND, GROUP, EVEN_K
+    )
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -211,10 +187,10 @@ def _packed_gemm_kernel(
     x_rows = x + tokens[:, None] * stride_x
     if PDL:  # the first two lines of each row are on their way before x is there
         stride = (K + 31) // 32 * 8
-        lines = part * (STEPS * BLOCKS * BLOCK_K // 4) + tl.arange(0, 2) * 64
-        first = values + rows[:, None] * stride + tl.minimum(lines, stride - 8)[None, :]
-        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"  # pyright: ignore
-        tl.inline_asm_elementwise(asm, "=r,l", [first], tl.int32, is_pure=False, pack=1)
+        line = tl.minimum(part * (STEPS * BLOCKS * BLOCK_K // 4) + tl.arange(0, 2) * 64, stride - 8)
+        line_at = values + rows[:, None] * stride + line[None, :]
+        FETCH: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"  # pyright: ignore
+        tl.inline_asm_elementwise(FETCH, "=r,l", [line_at], tl.int32, False, 1)  # pyright: ignore
         gdc_wait()
         if not LATE:
             gdc_launch_dependents()
@@ -251,13 +227,12 @@ def choose_packed(m: int, n: int, k: int, *, product_follows: bool = False) -> S
     num_tiles, wide = -(-n // TILE_ROWS), 2 * BLOCK_K
     most = max(1, min(8, k // 1024, MAX_PARTIALS // (num_tiles * TILE_ROWS * OWN_ROWS)))
     even = [split for split in range(1, most + 1) if split == 1 or k % (wide * split) == 0]
-    enough = [split for split in (*even, *range(1, most + 1)) if num_tiles * split >= PROGRAMS]
-    split = enough[0] if enough else even[-1] if num_tiles * even[-1] >= NUM_SMS else most
+    split = next((s for s in (*even, *range(1, most + 1)) if num_tiles * s >= PROGRAMS), most)
     block_k, num_stages = BLOCK_K, 3 if tokens == 64 else 8 if product_follows else 4
     if tokens == 32 and k % (wide * split) == 0:
         block_k, num_stages = wide, 3
-    trigger = 0 if product_follows else AT_ONCE
-    return SkinnyTile(tokens, TILE_ROWS, block_k, split, 4, num_stages, trigger)
+    late = 0 if product_follows else AT_ONCE
+    return SkinnyTile(tokens, TILE_ROWS, block_k, split, 4, num_stages, late)
 
 
 def steps_of(scales: Tensor, k: int) -> tuple[int, int]:

@@ -32,7 +32,7 @@ class FourBitMatrix(Matrix):
     scales: nn.Parameter
 
     @property
-    def operands(self) -> tuple[Tensor | None, ...]:
+    def operands(self) -> Any:
         """(values, scales, zeros, factors)."""
         return self.values, self.scales, getattr(self, ZEROS, None), getattr(self, FACTORS, None)
 
@@ -50,8 +50,7 @@ class FourBitMatrix(Matrix):
 
     def gated(self, x: Operand) -> Tensor:
         assert isinstance(x, Tensor)
-        held: Any = self.operands
-        values, scales, zeros, factors = held
+        values, scales, zeros, factors = self.operands
         return packed_product(x, values, scales, zeros, factors, True)
 
     def experts(self, down: Matrix, x: Tensor, routes: Routes, out: Tensor | None = None) -> Tensor:

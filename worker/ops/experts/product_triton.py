@@ -220,15 +220,14 @@ class _Stack(NamedTuple):
         tile = choose(n, top_k, count, gated=gated, eight=scales is not None)
         num_items = min(num_rows, num_rows // tile.tokens + min(count, num_rows))
         num_tiles = -(-columns // (tile.rows // 2 if gated else tile.rows))
-        of_rows, of_columns, kind, group, strides = None, 0, -1, 0, (0, 0, 0)
+        of_rows, of_columns, strides = None, 0, (0, 0, 0)
         if scales is not None:
             x, of_rows = eight_bits_triton(x)
             of_columns, strides = of_rows.stride(1), (scales.stride(0), *strides_of(scales[0]))
-        if packed:
-            w, (kind, group) = w.view(torch.uint16), steps_of(packed[0], k)
+        kind, group = steps_of(packed[0], k) if packed else (-1, 0)
         held, zeros, factors = packed or (scales, None, None)
         _grouped_kernel[(num_items * num_tiles,)](
-            x, of_rows, w, held, zeros, factors, bias,
+            x, of_rows, w.view(torch.uint16) if packed else w, held, zeros, factors, bias,
             routes.weights, routes.starts, routes.order, out, columns, k, x.stride(0), num_tiles,
             of_columns, *strides,
             **overlap(
