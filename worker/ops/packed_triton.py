@@ -185,7 +185,7 @@ def _packed_gemm_kernel(
     tokens = (tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     here = (tokens < M)[:, None]
     x_rows = x + tokens[:, None] * stride_x
-    if PDL:  # the first two lines of each row are on their way before x is there
+    if PDL:  # the first two lines of all rows are on their way before x is there
         stride = (K + 31) // 32 * 8
         line = tl.minimum(part * (STEPS * BLOCKS * BLOCK_K // 4) + tl.arange(0, 2) * 64, stride - 8)
         line_at = values + rows[:, None] * stride + line[None, :]

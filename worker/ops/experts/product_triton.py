@@ -203,7 +203,7 @@ def _combine_kernel(
 
 
 class _Stack(NamedTuple):
-    """A matrix of each expert, [count, rows, columns]."""
+    """The matrices of all experts, [count, rows, columns]."""
 
     w: Tensor
     scales: Tensor | None  # of e4m3
