@@ -168,6 +168,12 @@ if INTERPRETED:
         held, x = packed(name, *shape), noise(m, shape[1], dtype=dtype)
         assert near(tiled(x, held, shape[0], split, 64), packed_product_ref(x, *held))
 
+    def test_a_gated_product_is_its_swiglu() -> None:
+        held, x = packed("awq", 80, 256), noise(3, 256, dtype=F16)
+        tile, found = SkinnyTile(16, 64, 256, 1, 4, 3, 0), torch.full((3, 40), 77.0, dtype=F16)
+        packed_gemm(x, held, found, tile, gated=True)
+        assert near(found, packed_product_ref(x, *held, gated=True))
+
     @pytest.mark.parametrize("name", ["awq", *in_whole(("mxfp4",), ("nvfp4",))])
     @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
     def test_a_row_depends_on_no_other(name: str) -> None:
