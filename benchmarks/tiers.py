@@ -128,19 +128,22 @@ def measured(options: argparse.Namespace, kind: str, pages: int) -> tuple[list[l
         config = sections(options, pages, tier.get(kind, {}))
         with running(config, num_prefill=0) as cluster:
             engine = cluster.workers["decode-0"].engine
+            made_at, metrics, below = time.monotonic(), engine.metrics, engine.tier
+            until(lambda: below is None or below.idle)  # its memory is taken
             began_at = time.monotonic()
             said, first_s = serve(cluster, options)
-            took_s, metrics, below = time.monotonic() - began_at, engine.metrics, engine.tier
-            if below is not None:
-                until(lambda: below.idle)
+            took_s = time.monotonic() - began_at
+            until(lambda: below is None or below.idle)
             figures = {
                 "prefilled": value(metrics.prompt_tokens),
                 "asked": value(metrics.queried_tokens),
                 "in the pool": value(metrics.cached_tokens),
                 "in the tier": 0 if below is None else value(metrics.tier_tokens(kind)),
+                "late loads": 0 if below is None else value(metrics.tier_failures(kind, "late")),
                 "dropped pages": 0 if below is None else value(metrics.tier_evicted("dropped")),
                 "first token, median s": median(first_s),
                 "first token, p90 s": sorted(first_s)[int(0.9 * len(first_s))],
+                "tier made s": began_at - made_at,
                 "took s": took_s,
             }
             if options.hit and kind == "host":

@@ -129,7 +129,7 @@ class Disturbed(PageStore):
     """A store before which calls can be held up, or fail. act: called by `get` before it asks."""
 
     def __init__(self, inner: PageStore) -> None:
-        self.name, self.every, self.inner = inner.name, inner.every, inner
+        self.name, self.every, self.run, self.inner = inner.name, inner.every, inner.run, inner
         self.before_get: Callable[[bytes], None] = lambda key: None
         self.on_taken: Callable[[memoryview], None] = lambda view: None
         self.before_put: Callable[[], None] = lambda: None
@@ -154,8 +154,8 @@ class Disturbed(PageStore):
 
         self.inner.get(key, taken)
 
-    def forget(self, key: bytes = b"") -> int:
-        return self.inner.forget(key)
+    def forget(self, key: bytes = b"") -> None:
+        self.inner.forget(key)
 
     def close(self) -> None:
         self.inner.close()

@@ -73,8 +73,8 @@ def test_copies_do_not_wait_for_a_step_that_runs(pool: KVPool) -> None:
     torch.cuda._sleep(LONG_CYCLES)
     ended = torch.cuda.Event()
     ended.record()
-    mover.copy(Source(KEY, TOKENS, 3), body, outwards=True)
-    mover.copy(Source(KEY, TOKENS, 5), body, outwards=False)
+    mover.copy([(Source(KEY, TOKENS, 3), body)], outwards=True)
+    mover.copy([(Source(KEY, TOKENS, 5), body)], outwards=False)
     assert not ended.query(), "the copies waited for the step"
     assert bytes(body) == page == bytes_of(pool, 5)
     arena.close()

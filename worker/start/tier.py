@@ -19,7 +19,7 @@ from worker.transfer.tier.tier import Tier
 log = logging.getLogger("kvlane.tier")
 
 # Copied out of the pool at most: a part of what a bus or a disk moves, as steps and loads go first.
-HOST_BYTES_PER_S, DISK_BYTES_PER_S = 8e9, 1e9
+HOST_BYTES_PER_S, DISK_BYTES_PER_S = 8e9, 2e9
 
 
 def check_tier(config: WorkerConfig, shape: ModelShape) -> None:

@@ -5,7 +5,6 @@ says is a hint: a file that is gone is no object, and one that is wrong fails it
 whole when it gets its name, but for a machine that loses power; the checksum is for that.
 """
 
-import itertools
 import logging
 import os
 import threading
@@ -57,7 +56,7 @@ class Directory(PageStore):
     Raises OSError if it cannot be made, is another user's, or is open to others.
     """
 
-    name, every = "disk", 1
+    name, every, run = "disk", 1, 1
 
     def __init__(self, root: Path, form: Form, num_bytes: int, *, pinned: bool = False) -> None:
         """pinned: of memory by way of which objects are read and written."""
@@ -74,7 +73,6 @@ class Directory(PageStore):
         self._own_keys: set[bytes] = set()
         self._put_meanwhile: dict[Path, int] = {}
         self.num_bytes = 0
-        self._numbers = itertools.count()
         self._ends = threading.Event()
         self._look()
         threading.Thread(target=self._keep_looking, name="kvlane-disk-look", daemon=True).start()
@@ -96,7 +94,7 @@ class Directory(PageStore):
             if not fill(left := self._staged):
                 return False
             self._make_room()
-            begun = self._own / f"{BEGUN}-{os.getpid()}-{next(self._numbers)}"
+            begun = self._own / f"{BEGUN}-{os.urandom(16).hex()}"  # pods have the same pids
             try:
                 fd = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 with open(fd, "wb", buffering=0) as file:
@@ -126,12 +124,10 @@ class Directory(PageStore):
         self._note(path, self._object_bytes)
         take(staged)
 
-    def forget(self, key: bytes = b"") -> int:
-        paths = [self._path(key)] if key else [self._path(x) for x in list(self._own_keys)]
-        for path in paths:
+    def forget(self, key: bytes = b"") -> None:
+        for path in map(self._path, [key] if key else list(self._own_keys)):
             path.unlink(missing_ok=True)
             self._leave_out(path)
-        return len(paths)
 
     def close(self) -> None:
         self._ends.set()

@@ -5,7 +5,8 @@ after its object has been read and verified, and never once its load was cancell
 copied out may be freed meanwhile: then what was copied is torn, and is not kept.
 
 Parts of a load are brought by all threads at once, as reading, checking and copying take as long as
-each other. Nothing else is done while an object is kept, or all are forgotten.
+each other; a thread takes a run of them, checks all, and waits once for the device. Nothing else is
+done while an object is kept, or all are forgotten.
 """
 
 import itertools
@@ -17,7 +18,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -83,24 +85,32 @@ class Load:
                 self.limit, self.cause = number, cause
             self._settle()
 
-    def write(self, number: int, write: Callable[[], None]) -> None:
-        """Have a part written, unless it was cut off."""
+    def take(self, row: "Row", most: int) -> range:
+        """The next parts that nobody has taken and this row has: so many at most."""
+        first = self.num_taken
+        parts = self.parts[first : first + most]
+        self.num_taken += sum(1 for _ in itertools.takewhile(lambda part: part[0] is row, parts))
+        return range(first, self.num_taken)
+
+    def write(self, numbers: range, write: Callable[[int], None]) -> None:
+        """Have these parts written but those cut off; write: gets how many, of the first."""
         with self._lock:
-            if number >= self.limit:
+            numbers = range(numbers.start, min(numbers.stop, self.limit))
+            if not numbers:
                 return
             self._num_writing += 1
         try:
-            write()
-            self._written.add(number)
+            write(len(numbers))
+            self._written.update(numbers)
         finally:
             with self._lock:
                 self._num_writing -= 1
                 self._settle()
 
-    def done(self) -> "Row | None":
-        """A part has come or not; which row is asked next, None: the load is over."""
+    def done(self, num: int) -> "Row | None":
+        """So many parts have come or not; which row is asked next, None: the load is over."""
         with self._lock:
-            self.num_done += 1
+            self.num_done += num
             if self.num_done < min(len(self.parts), self.limit):
                 return self.parts[self.num_done][0]
             self.is_over = self.is_over or self.num_done == self.num_taken
@@ -117,19 +127,19 @@ class Mover:
         self._pool, on_gpu = pool, pool.device.type == "cuda"
         self._stream = torch.cuda.Stream(pool.device) if on_gpu else None
 
-    def copy(self, source: Source, body: memoryview, *, outwards: bool) -> None:
-        """Copy a page or part to `body`, or overwrite it from there."""
-        at, flat = 0, torch.frombuffer(body, dtype=torch.uint8)
-        if source.part < 0:
-            pieces = self._pool.pieces(source.place)
-        else:
-            pieces = [self._pool.slot(source.place).split(len(body))[source.part]]
+    def copy(self, copies: Sequence[tuple[Source, memoryview]], *, outwards: bool) -> None:
+        """Copy pages and parts to these bytes, or overwrite them from there."""
         with torch.cuda.stream(self._stream):
-            for piece in pieces:
-                host = flat[at : at + piece.numel()]
-                at += piece.numel()
-                to, of = (host, piece) if outwards else (piece, host)
-                to.copy_(of, non_blocking=True)
+            for source, body in copies:
+                if source.part < 0:
+                    pieces = [*self._pool.pieces(source.place)]
+                else:
+                    pieces = [self._pool.slot(source.place).split(len(body))[source.part]]
+                sizes = [piece.numel() for piece in pieces]
+                flat = torch.frombuffer(body, dtype=torch.uint8)[: sum(sizes)]
+                for piece, host in zip(pieces, flat.split(sizes), strict=True):
+                    to, of = (host, piece) if outwards else (piece, host)
+                    to.copy_(of, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -153,7 +163,7 @@ class Row:
         self._copies: deque[Copy] = deque()
         self._loads: deque[Load] = deque()
         self._is_closed = self._is_alone = self._forgets = False
-        self._num_busy = 0  # threads
+        self._num_busy = 1  # threads; the first makes the store
         self.moved_at = 0.0  # when a call of the store's has returned, monotonic
         self._num_failures, self._paused_until = 0, 0.0
         self._log, series = Seldom(), self.metrics.tier_bytes(self.name)
@@ -180,7 +190,8 @@ class Row:
             return
         with self._changed:
             self._copies.append(copy)
-            self._changed.notify_all()
+            if not self._num_busy:  # whoever is goes on with it
+                self._changed.notify()
 
     def load(self, load: Load) -> None:
         """Bring the pages of `load` that are here and follow those that it has."""
@@ -227,6 +238,8 @@ class Row:
             self.failed("failed", str(error))
             self._paused_until = math.inf
             return
+        finally:
+            self._num_busy = 0
         others = [
             threading.Thread(target=self._work, name=self._thread.name, daemon=True)
             for _ in range(NUM_THREADS - 1)
@@ -241,98 +254,102 @@ class Row:
     def _work(self) -> None:
         mover = Mover(self.pool)
         while (work := self._next()) is not None:
-            store = self._store
-            assert store is not None
             try:
-                match work:
-                    case Copy() if work.is_torn:
-                        self.metrics.tier_pages(self.name, "torn").inc()
-                    case Copy():
-                        self._keep(store, work, mover)
-                    case (load, number):
-                        self._bring(store, load, number, mover)
-                    case _:
-                        store.forget()
-                        self._forgets = False
+                work(mover)
             except Exception:  # our own bug, or a store's: loads that wait are late
                 log.exception("tier %s has failed and is asked nothing any more", self.name)
                 self._paused_until = math.inf
             with self._changed:
                 self._num_busy -= 1
                 self._is_alone, self.moved_at = False, time.monotonic()
-                self._changed.notify_all()
+                if self._loads:  # else this thread goes on by itself
+                    self._changed.notify_all()
 
-    def _next(self) -> "tuple[Load, int] | Copy | Literal['forget'] | None":
+    def _next(self) -> Callable[[Mover], None] | None:
         """What is to be done, once there is something; None: no more."""
+
+        def is_due() -> bool:
+            if self._num_busy and (self._is_alone or not self._loads):
+                return self._is_closed
+            return bool(self._is_closed or self._loads or self._forgets or self._copies)
+
         with self._changed:
-            self._changed.wait_for(self._is_due)
+            self._changed.wait_for(is_due)
             if self._is_closed:
                 return None
+            store = self._store
+            assert store is not None
             self._num_busy += 1
             if self._loads:
                 load = self._loads[0]
                 load.since = load.since if load.row else time.monotonic()
-                load.row, number = self.name, load.num_taken
-                load.num_taken += 1
-                if all(row is not self for row, _ in load.parts[number + 1 : number + 2]):
+                load.row, numbers = self.name, load.take(self, store.run)
+                if all(row is not self for row, _ in load.parts[numbers.stop : numbers.stop + 1]):
                     self._loads.popleft()
-                return load, number
+                return partial(self._bring, store, load, numbers)
             self._is_alone = True
-            return "forget" if self._forgets else self._copies.popleft()
+            if self._forgets:
+                return partial(self._forget, store)
+            return partial(self._keep, store, self._copies.popleft())
 
-    def _is_due(self) -> bool:
-        if self._num_busy and (self._is_alone or not self._loads):
-            return self._is_closed
-        return bool(self._is_closed or self._loads or self._forgets or self._copies)
+    def _forget(self, store: PageStore, _: Mover) -> None:
+        store.forget()
+        self._forgets = False
 
     def _keep(self, store: PageStore, copy: Copy, mover: Mover) -> None:
         source, form = copy.source, self.form
-        began_at = time.monotonic()
+        began_at, kept = time.monotonic(), "torn"
 
         def fill(view: memoryview) -> bool:
             if self._is_closed:
                 return False
-            mover.copy(source, view[form.header_bytes :], outwards=True)
+            mover.copy([(source, view[form.header_bytes :])], outwards=True)
             form.seal(view, source.key, source.tokens, store.every)
             return not copy.is_torn
 
         try:
-            kept = "kept" if store.put(source.key, fill) else "torn"
+            if not copy.is_torn and store.put(source.key, fill):
+                kept = "kept"
         except OSError as error:
             kept = "failed"
             self.failed("full", str(error), pauses=False)
         self.metrics.tier_pages(self.name, kept).inc()
-        left_s = form.object_bytes / self.bytes_per_s - (time.monotonic() - began_at)
-        if left_s > 0:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._loads or self._is_closed or self._forgets, left_s
-                )
+        paced_s = (kept != "torn") * form.object_bytes / self.bytes_per_s
+        left_s = paced_s - (time.monotonic() - began_at)
+        with self._changed:
+            self._changed.wait_for(lambda: self._loads or self._is_closed or self._forgets, left_s)
 
-    def _bring(self, store: PageStore, load: Load, number: int, mover: Mover) -> None:
-        _, source = load.parts[number]
+    def _bring(self, store: PageStore, load: Load, numbers: range, mover: Mover) -> None:
+        parts = load.parts[numbers.start : min(numbers.stop, load.limit)]
+        sources, checked = [source for _, source in parts], list[tuple[Source, memoryview]]()
 
         def take(view: memoryview) -> None:
-            body = self.form.body(view, source.key, source.tokens)
-            load.write(number, lambda: mover.copy(source, body, outwards=False))
+            source = sources[len(checked)]
+            checked.append((source, self.form.body(view, source.key, source.tokens)))
+            if len(checked) == len(sources):
+                load.write(numbers, copy)
+
+        def copy(num: int) -> None:
+            mover.copy(checked[:num], outwards=False)
 
         cause = "failed"
         try:
-            if number < load.limit:
+            for source in sources:
                 store.get(source.key, take)
             cause = ""
         except KeyError:
             cause = "absent"
         except Corrupt as error:
-            store.forget(source.key)
+            store.forget(sources[len(checked)].key)
             cause = "corrupt"
             log.debug("tier %s: %s", self.name, error)
         except OSError as error:
             log.debug("tier %s: %s", self.name, error)
         finally:
-            if cause:
-                load.cut(cause, number)
-            row = load.done()
+            if cause:  # where all were checked, copying them has failed
+                load.cut(cause, numbers.start + len(checked) % len(sources))
+                load.write(numbers, copy)
+            row = load.done(len(numbers))
             if row is None:
                 self.wake()
             elif row is not self:

@@ -20,13 +20,7 @@ from worker.cache.hold import Hold
 from worker.cache.snapshots import give_back
 from worker.errors import OutOfPages
 from worker.transfer.tier.ahead import CopyAhead
-from worker.transfer.tier.objects import (
-    Source,
-    first_key,
-    key_of,
-    next_key,
-    part_key,
-)
+from worker.transfer.tier.objects import Source, first_key, key_of, next_key, part_key
 from worker.transfer.tier.ranks import Cancel, Forget, Loaded, LoadPages
 from worker.transfer.tier.rows import Load
 
