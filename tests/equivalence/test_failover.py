@@ -54,13 +54,8 @@ FEW = ("choices", "grammar")  # without --whole
 # that of the weights.
 SERVED = [
     ("none", 1, "auto"),
-    *more(
-        ("chain", 2, "auto"),
-        ("none", 2, "auto"),
-        ("chain", 1, "auto"),
-        ("dflash", 2, "auto"),
-        ("ngram", 1, "auto"),
-    ),
+    *more(("chain", 2, "auto"), ("none", 2, "auto"), ("chain", 1, "auto")),
+    *more(("dflash", 2, "auto"), ("ngram", 1, "auto")),
     *more(("none", 1, "fp8"), ("none", 1, "both")),
 ]
 

@@ -50,9 +50,7 @@ def of(form: str) -> FormParser:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize(
-    "case", one_in(3, CASES), ids=[f"{i}-{case.name}" for i, case in enumerate(CASES)]
-)
+@pytest.mark.parametrize("case", one_in(3, CASES), ids=[case.name for case in CASES])
 def test_what_a_template_writes_is_recognised_read_and_forced(case: Case, check: str) -> None:
     CHECKS[check](case)
 

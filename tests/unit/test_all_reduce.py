@@ -302,9 +302,7 @@ else:
 
     OWN_SLOT = "slot + rank * (PIECE * 16), rank"
 
-    @pytest.mark.parametrize(
-        "kind", pairwise.one_in(4, ["fused", "one_shot", "two_shot", "gather"])
-    )
+    @pytest.mark.parametrize("kind", ["one_shot", "two_shot", "gather", "fused"])
     def test_a_peer_that_never_comes_sets_the_fault(kind: str) -> None:
         here = Rank(0, regions_of(2), limit_ns=10**7)
         x = here.buffer(torch.ones(2, 64))
