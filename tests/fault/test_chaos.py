@@ -7,19 +7,18 @@ from tests.e2e.shared import USUAL, Clusters
 from tests.fault.chaos.__main__ import parse, soak
 from tests.support import pairwise
 
-MINUTES = "3" if pairwise.whole else "0.16"
-ROLES = "controller,decode" + ",prefill" * pairwise.whole
+MINUTES = "3" if pairwise.whole else "0.28"
 
 
 def test_no_request_is_lost_and_no_text_is_wrong(clusters: Clusters) -> None:
     serve = clusters.take(*USUAL)
     options = parse([
         "--out", "nowhere", "--minutes", MINUTES, "--every", "4", "--rate", "5", "--num", "1",
-        "--seed", "3", "--roles", ROLES, "--keys", "0.5",
+        "--seed", "3", "--roles", "controller,decode,prefill", "--keys", "0.5",
     ])  # fmt: skip
     figures = asyncio.run(soak(options, serve.url, serve.root))
     assert (figures["failed"], figures["wrong"], figures["left"]) == ([], [], {})
-    assert figures["num_faults"] >= ROLES.count(",") + 1, "one of each role"
+    assert figures["num_faults"] >= 3, "one of each role"
     assert "controller" in figures["faults_by_kind"]
     assert figures["counters"]["kvlane_retries_total"] > 0
     serve.wait_idle()

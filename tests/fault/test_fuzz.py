@@ -12,7 +12,7 @@ from tests.support import pairwise
 from tests.support.disturbed import watching
 from tests.support.fuzzing import kept
 
-SECONDS = 60.0 if pairwise.whole else 4.0
+SECONDS = 60.0 if pairwise.whole else 10.0
 SIZES = http_attacks.Sizes() if pairwise.whole else http_attacks.BRIEF
 UNDISTURBED_S = 1.0
 
@@ -30,7 +30,7 @@ def judge(of: str, seed: int, breaches: list[str], sent: object, place: Path) ->
 
 
 def test_wrong_requests_harm_nobody(clusters: Clusters, place: Path) -> None:
-    num = 0 if pairwise.whole else 120
+    num = 0 if pairwise.whole else 250
     with watching(clusters.lend(*BRIEF), UNDISTURBED_S) as watched:
         fuzzing = fuzz_http.fuzz(watched, seconds=SECONDS, num=num, seed=12)
         answers, took_s = asyncio.run(fuzzing)
@@ -59,7 +59,7 @@ def test_floods_of_large_things_are_told_and_harm_nobody(clusters: Clusters) -> 
 def test_wrong_frames_of_strangers_and_of_members_gone_bad_harm_nobody(
     clusters: Clusters, place: Path
 ) -> None:
-    num = 0 if pairwise.whole else 600
+    num = 0 if pairwise.whole else 2_000
     with watching(clusters.take(*BRIEF), UNDISTURBED_S) as watched:
         ledger, took_s = fuzz_wire.fuzz(
             watched, seconds=SECONDS, num=num, seed=11, rate=0, releases=True
