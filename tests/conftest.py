@@ -159,6 +159,12 @@ def rank_of(path: Path) -> tuple[int, int]:
     return EARLY.index(group) if group in EARLY else len(EARLY), among
 
 
+def num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     # Not --dist=loadgroup: xdist 3.8 does not see the groups under pytest 9.2.
@@ -190,6 +196,11 @@ def pytest_collection(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.option.whole:
         items[:] = [item for item in items if item.get_closest_marker("whole") is None]
+    of_gpus = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if of_gpus and not num_gpus():  # one of each file says so: a thousand would take seconds
+        firsts = {item.path: item for item in reversed(of_gpus)}.values()
+        gone = set(of_gpus).difference(firsts)
+        items[:] = [item for item in items if item not in gone]
     items.sort(key=lambda item: (rank_of(item.path), item.path))
 
 
@@ -233,10 +244,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     marker = item.get_closest_marker("gpu")
     if marker is None:
         return
-    import torch
-
     wanted = marker.args[0]
-    if torch.cuda.device_count() < wanted:
-        pytest.skip(f"needs {wanted} CUDA devices, found {torch.cuda.device_count()}")
+    if num_gpus() < wanted:
+        pytest.skip(f"needs {wanted} CUDA devices, found {num_gpus()}")
     if marker.kwargs.get("alone") and os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1":
         pytest.skip("looks at all of a device's memory, so nothing else may run: leave out -n")

@@ -11,6 +11,7 @@ import pytest
 from tests.clients.__main__ import OFFLINE
 from tests.e2e.harness import REPOSITORY, Serve
 from tests.e2e.shared import USUAL, Clusters
+from tests.support.pairwise import in_whole
 from tests.support.patience import HANG_S
 
 CLIENTS = Path("tests") / "clients"  # its README has the versions, `install` installs them
@@ -41,10 +42,11 @@ def test_openai_of_this_environment(cluster: Serve) -> None:
 @pytest.mark.parametrize(
     "library",
     [
-        "openai", "langchain_openai", "llama_index", "instructor", "pydantic_ai", "dspy",
-        "anthropic", "agents", pytest.param("litellm", marks=pytest.mark.whole),
+        "anthropic",
+        *in_whole(("openai",), ("langchain_openai",), ("llama_index",), ("instructor",)),
+        *in_whole(("pydantic_ai",), ("dspy",), ("agents",), ("litellm",)),
     ],
-)  # fmt: skip
+)
 def test_library(cluster: Serve, library: str) -> None:
     venv = VENVS.get(library, TOOLS / "clients")
     if not list(venv.glob(f"lib/python*/site-packages/{library}")):
@@ -52,6 +54,7 @@ def test_library(cluster: Serve, library: str) -> None:
     run(cluster, str(venv / "bin" / "python"), f"{library}_checks.py")
 
 
+@pytest.mark.whole
 def test_openai_of_javascript(cluster: Serve) -> None:
     if not (REPOSITORY / CLIENTS / "js" / "node_modules").exists() or not shutil.which("node"):
         pytest.skip("no openai of JavaScript; see tests/clients/README.md")

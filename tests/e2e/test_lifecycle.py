@@ -1,6 +1,6 @@
 """A cluster from `serve` to its end: it answers, heals, drains, and leaves nothing behind.
 
-A cluster is costly to start, so each of three lives shows all that it can.
+A cluster is costly to start, so each of its lives shows all that it can; CI has one.
 """
 
 import asyncio
@@ -131,7 +131,7 @@ def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_noth
     assert logs
 
     # Who dies from here on is replaced all the same, and what it logs is shown.
-    for name in ("agent", *pairwise.more("environments"), "gcs"):
+    for name in ("agent", *pairwise.more("environments", "gcs")):
         kill_and_wait_said(serve, name)
     num_printed = len(serve.output)
     # Under load: nobody notices, it comes back. tests/gpu/test_kills_on_cuda.py shows GPUs' memory.
@@ -158,6 +158,7 @@ def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_noth
     assert IMPORTED not in serve.output
 
 
+@pytest.mark.whole
 def test_a_serve_that_was_killed_leaves_nothing_after_a_while(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +195,7 @@ def test_a_placement_that_cannot_be_met_says_what_is_missing(
     assert serve.leftovers() == []
 
 
+@pytest.mark.whole
 def test_drain_of_a_name_removes_it_nobody_is_lost_and_drain_of_all_ends_serve(
     clusters: Clusters,
 ) -> None:

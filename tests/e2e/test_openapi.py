@@ -68,6 +68,7 @@ def num_served(serve: Serve) -> float:
     return sum(sum(each.values()) for each in ends)
 
 
+@pytest.mark.whole
 def test_schemathesis_finds_nothing(clusters: Clusters, tmp_path: Path) -> None:
     if not DOCUMENT.exists() or not SCHEMATHESIS:
         assert os.environ.get("CI") != "true" or DOCUMENT.parent.parent.exists() is False

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.e2e.check import KNOWN, check_cluster
 from tests.e2e.harness import Serve
@@ -25,6 +26,7 @@ def findings(serve: Serve, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.whole  # parts of it: tests/unit/test_doctor_findings.py
 def test_every_path_is_measured_and_one_that_is_not_as_asked_is_a_failure(
     clusters: Clusters,
 ) -> None:

@@ -206,6 +206,7 @@ def test_whatever_serves_a_request_changes_nothing(
         assert preempted > 0, "the pool was not small enough to show anything"
 
 
+@pytest.mark.whole
 def test_alone_equals_among_64_others(alone: Running, expected: list[Answer]) -> None:
     rng = random.Random(3)
     others = [tuple(reversed(prompt)) for prompt in problem_ids(64)]
@@ -342,7 +343,7 @@ def test_choices_compute_their_prompt_once(separate: dict) -> None:
             assert computed == len(prompt) + 4 * (len(prompt) - whole)
 
 
-@pytest.mark.parametrize("few_pages", [False, True])
+@pytest.mark.parametrize("few_pages", pairwise.one_in(2, [True, False]))
 def test_choices_that_share_little_or_are_preempted(few_pages: bool, separate: dict) -> None:
     few = {"engine": {"num_pages": -(-len(SHORT) // 16) + 4, "growth_tokens": 1}}
     config = sections("always", prefix_cache=few_pages)

@@ -22,7 +22,7 @@ from tests.support.delay_mix import differing, seeded_mix
 from tests.support.drafter_cases import Known, judge, speculation, workers
 from tests.support.engines import Answer, value
 from tests.support.lockstep import DECODE, Ask, Lockstep
-from tests.support.pairwise import each_value, every, in_whole, more, whole
+from tests.support.pairwise import each_value, every, more, whole
 from worker.api import Sampling
 from worker.plan import Drawn
 from worker.schedule.decode import DecodeScheduler, Settled
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 WIDTH = 5
 FORMS = (*fitted_drafters.FORMS, *fitted_blocks.FORMS)
-# One form of each kind; the others are laid over the same code.
-ONE_OF_EACH = ("eagle3", "dflash", *more("eagle", "mtp"))
+# The others are laid over the same code.
+ONE_OF_EACH = ("eagle3", *more("dflash", "eagle", "mtp"))
 EVERY = 9  # steps after which a row has to go
 FACTORS: dict[str, Any] = {
     "form": FORMS,
@@ -47,11 +47,11 @@ FACTORS: dict[str, Any] = {
     "drawn": ("greedy", "seeded"),
 }
 Step = tuple[int, tuple[int, ...], int]  # position, drafts and tokens of a window
-# Two forms hold every value, and another kind of them has one case.
+# Two forms hold every value.
 TWO = {**FACTORS, "form": ("eagle3", "dflash")}
 OTHERS = [
     (form, True, "pieces", True, 16, True, 23, "pulled in groups", "others", drawn)
-    for form, drawn in (("mtp", "greedy"), *more(("dflash mixed", "greedy")))
+    for form, drawn in more(("mtp", "greedy"), ("dflash mixed", "greedy"))
 ]
 CASES = every(FACTORS) if whole else [*each_value(TWO), *OTHERS]
 
@@ -132,9 +132,8 @@ def test_whatever_serves_a_request_its_trace_is_the_right_one(
     made.close()
 
 
-@pytest.mark.parametrize(
-    ("form", "num_prefill"), [("dflash", 1), *in_whole(("eagle3", 1), ("eagle3", 0))]
-)
+@pytest.mark.whole
+@pytest.mark.parametrize(("form", "num_prefill"), [("dflash", 1), ("eagle3", 1), ("eagle3", 0)])
 def test_requests_of_every_kind_with_widths_that_change(form, num_prefill, known) -> None:
     """Penalties, grammars, logprobs, further choices; clients that leave; few pages."""
     asked, few = seeded_mix(), {"num_prefill": num_prefill, "num_tokens": 800}
@@ -189,7 +188,7 @@ def test_chunks_with_every_border(form: str, known: Known) -> None:
     text, directory = known.texts("seeded")[0], known.directory(form)
     made = workers(max_prefill_tokens=64, spec=speculation(directory, WIDTH))
     scheduler = made.decode.scheduler
-    sizes = range(1, 41, 1 if whole else 7)
+    sizes = range(1, 41, 1 if whole else 13)
     asked = [
         Ask((800 + size, *text[:40]), Sampling(6, temperature=0.7, seed=size, ignore_eos=True))
         for size in sizes

@@ -41,7 +41,7 @@ SHORT = ("pulled", "preempted")  # of gemma2 alone without --whole
 REST = [(way,) for way in WAYS if way not in (*SHORT, "here")]
 
 
-@pytest.mark.parametrize("way", [*SHORT, *in_whole(*REST)])
+@pytest.mark.parametrize("way", [SHORT[1], *in_whole(SHORT[:1], *REST)])
 @pytest.mark.parametrize("case", ["gemma2", *in_whole(("granite",), ("mixtral",))])
 def test_whatever_serves_a_request_changes_nothing(case: str, way: str) -> None:
     assert served(case, way) == alone(case)

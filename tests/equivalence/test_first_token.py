@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.support.books import check_book
 from tests.support.engines import Answer, Running, running, value
 from tests.support.laws import ended, one_that_stops, sections
-from tests.support.pairwise import more
+from tests.support.pairwise import more, one_in
 from tests.support.prompts import problem_ids
 from worker.api import FinishReason, Sampling
 from worker.errors import Busy, PeerLost, Revoked, TransferError, TransferTimeout
@@ -197,7 +197,7 @@ def test_a_request_that_ends_with_it_holds_nothing(kind: str, alone: Running, fi
             assert value(worker.engine.metrics.lease_expired) == 0
 
 
-@pytest.mark.parametrize("first_token", WORKERS)
+@pytest.mark.parametrize("first_token", one_in(2, WORKERS))
 def test_a_full_context_ends_with_it(first_token: str, alone: Running) -> None:
     prompt = problem_ids(1)[0]
     config = sections("always", PAGE_SIZE, first_token)
@@ -226,7 +226,7 @@ def test_prompts_that_end_at_a_page_s_edge(num_tokens: int, alone: Running) -> N
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("first", ["goes on", "ends with it"])
+@pytest.mark.parametrize("first", one_in(2, ["ends with it", "goes on"]))
 def test_choices_follow_a_first_one_whose_token_came_early(first: str, alone: Running) -> None:
     """They wait for the prompt's KV; if the first one ends without it, they bring it themselves."""
     prompt = next(each for each in problem_ids(9) if (len(each) - 1) % PAGE_SIZE > 2)
@@ -259,7 +259,9 @@ def without_minimum(*args: Any, **kwargs: Any) -> RowStart:
 
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
-    [(chunks, "SampledRows", one_later), (prefill_schedule, "RowStart", without_minimum)],
+    one_in(
+        2, [(chunks, "SampledRows", one_later), (prefill_schedule, "RowStart", without_minimum)]
+    ),
 )
 def test_the_same_check_fails_when_it_is_drawn_otherwise(owner, name, wrong, asked, expected):
     with running(sections("always")) as cluster, mock.patch.object(owner, name, wrong):

@@ -24,7 +24,7 @@ from tests.equivalence.test_eight_bit_weights import HYBRID
 from tests.equivalence.test_hybrid_mutants import mutate
 from tests.equivalence.test_quantized_files import write
 from tests.support.four_bits import FORMS, Written, compressed, config_of_gptq, publish, rounded
-from tests.support.pairwise import in_whole
+from tests.support.pairwise import in_whole, one_in
 from tests.support.places import place
 from worker.config import ModelConfig, SpecConfig
 from worker.config.checkpoint.shape import read_model_shape
@@ -86,7 +86,7 @@ def values_of(matrix: Any) -> torch.Tensor:
     return worth(*matrix.operands)[..., : len(matrix.parts.columns)]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", one_in(3, FORMS))
 def test_logits_are_those_of_what_the_files_are_worth(form: str) -> None:
     """Of matrices in four bits, and of what these become where none are multiplied."""
     path, reference = saved("qwen3", form)
@@ -445,7 +445,7 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("where", "old", "new"), MUTANTS)
+@pytest.mark.parametrize(("where", "old", "new"), one_in(6, MUTANTS))
 def test_a_mutant_is_red(where: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind, form in (("phi3", "awq"), ("experts", "awq")):
         saved(kind, form)

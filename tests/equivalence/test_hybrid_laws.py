@@ -55,15 +55,15 @@ def expected(*, sparse: bool = False) -> list[list[int]]:
 
 
 @pytest.mark.product(
-    place=("always", "never"),
-    first_token=("prefill", "decode"),
-    max_prefill_tokens=(None, 64, *more(150)),
-    widths=((2,), (1, 4), *more((1,), (8,))),
-    drafter=("ngram", "mtp"),
-    overlap=(True, False),
+    place=("always", *more("never")),
+    first_token=("prefill", *more("decode")),
+    max_prefill_tokens=(None, *more(64, 150)),
+    widths=((2,), *more((1, 4), (1,), (8,))),
+    drafter=("ngram", *more("mtp")),
+    overlap=(True, *more(False)),
     pages=("few", *more("enough")),
     num_groups=(2, *more(1)),
-    ranks=((1, 2), (2, 1), *more((1, 1), (2, 2))),
+    ranks=((1, 2), *more((2, 1), (1, 1), (2, 2))),
     experts=(True, *more(False)),
 )
 def test_whatever_serves_a_request_changes_nothing(

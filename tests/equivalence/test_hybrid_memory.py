@@ -155,7 +155,8 @@ def test_a_decode_worker_pulls_the_state_and_only_pages_that_it_lacks() -> None:
         made.close()
 
 
-@pytest.mark.parametrize("place", ["never", *in_whole(("always",))])
+@pytest.mark.whole
+@pytest.mark.parametrize("place", ["never", "always"])
 def test_preempted_requests_and_further_choices_resume(place: str) -> None:
     """Of a pool that is too small, in which snapshots go with their pages all the time."""
     rng = random.Random(9)
@@ -233,7 +234,8 @@ def test_hits_of_several_ranks_and_after_a_failover(place: str, ranks: tuple[int
         check_slots(cluster)
 
 
-@pytest.mark.parametrize("spec", [MTP | {"widths": [4]}, *in_whole(({},), (NGRAM,))])
+@pytest.mark.whole
+@pytest.mark.parametrize("spec", [MTP | {"widths": [4]}, {}, NGRAM])
 def test_further_choices_are_copies_of_the_first(spec: dict[str, Any]) -> None:
     """Of its state, and of the page in which the prompt ends; each goes its own way."""
     rng, drawn = random.Random(4), Sampling(40, temperature=1.0, ignore_eos=True)

@@ -267,7 +267,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("law", "where", "old", "new"), one_in(8, CASES))
+@pytest.mark.parametrize(("law", "where", "old", "new"), one_in(16, CASES))
 def test_a_mutant_is_red(
     law: str, where: str, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

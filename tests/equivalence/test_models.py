@@ -248,7 +248,7 @@ def assert_same(reference: torch.nn.Module, path: Path, chunks: tuple[int, ...])
 FIRST = {of: case for case, (of, _) in reversed(CASES.items())}.values()  # one of each class
 
 
-@pytest.mark.parametrize("case", [*FIRST, *one_in(3, sorted(CASES.keys() - FIRST))])
+@pytest.mark.parametrize("case", [*one_in(2, FIRST), *one_in(9, sorted(CASES.keys() - FIRST))])
 def test_logits_and_greedy_ids_equal_transformers(case: str, tmp_path: Path):
     path = tmp_path / case
     assert_same(save_random(path, *CASES[case]), path, chunks=(64, 5))
@@ -283,7 +283,7 @@ def assert_two_ranks_equal_one(path: Path, tmp_path: Path, **how: Any) -> None:
 # KV heads that are divided, that are copied; an output bias.
 @pytest.mark.parametrize(
     "case",
-    one_in(6, ["llama-mqa", "qwen2-tied", "llama-bias", "qwen3-next", "qwen3.5", *RANKED]),
+    one_in(99, ["llama-mqa", "qwen2-tied", "llama-bias", "qwen3-next", "qwen3.5", *RANKED]),
 )
 def test_two_ranks_equal_one(case: str, tmp_path: Path):
     save_random(tmp_path / case, *CASES[case])

@@ -17,6 +17,7 @@ from tests.support.chain_rows import ChainRows
 from tests.support.drafter_cases import judge, workers
 from tests.support.expert_families import EXPERTS
 from tests.support.lockstep import DECODE, Ask
+from tests.support.pairwise import in_whole
 from tests.support.processes import on_ranks
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
@@ -71,7 +72,9 @@ def plain_rows(layer: Layer, target: torch.nn.Module, ids: Tensor, fed: Tensor) 
     return layer.outputs(layer.let_through(x, attended), residual)[0]
 
 
-@pytest.mark.parametrize("case", ["qwen3-next", "qwen3.5", "qwen3-next-moe", "qwen3.5-moe"])
+@pytest.mark.parametrize(
+    "case", ["qwen3.5-moe", *in_whole(("qwen3-next",), ("qwen3.5",), ("qwen3-next-moe",))]
+)
 @torch.inference_mode()
 def test_drafts_equal_transformers(case: str, tmp_path: Path) -> None:
     """Rows on the target's output after its final norm, then rows on what the layer feeds back."""

@@ -152,6 +152,7 @@ def test_layer_groups_pulled_during_a_step_change_no_token(kind: str, request) -
     assert threaded(asked, 8) == whole_of(asked, answers)
 
 
+@pytest.mark.whole
 def test_the_same_check_fails_when_layer_groups_are_told_early(left: Plain) -> None:
     early = {"query": lambda self: True, "synchronize": lambda self: None}
     with mock.patch.multiple(HostEvent, **early):

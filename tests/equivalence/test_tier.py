@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.engines import Running, running, value
 from tests.support.laws import ids, sections
-from tests.support.pairwise import one_in
+from tests.support.pairwise import in_whole
 from tests.support.patience import until
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
@@ -85,7 +85,7 @@ def computed(cluster: Running) -> float:
     return sum(value(each.engine.metrics.prompt_tokens) for each in cluster.workers.values())
 
 
-@pytest.mark.parametrize("mode", ["never", pytest.param("always", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("mode", ["never", *in_whole(("always",))])
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_a_prefix_is_found_after_its_eviction(mode: str, kind: str, expected, tmp_path) -> None:
     """In chunks and pages of either role; what is found is neither computed nor wrong."""
@@ -190,8 +190,7 @@ def broken(key: bytes) -> None:
     ("cause", "field", "act"),
     [
         ("corrupt", "on_taken", flip),
-        ("absent", "before_get", gone),
-        ("failed", "before_get", broken),
+        *in_whole(("absent", "before_get", gone), ("failed", "before_get", broken)),
     ],
 )
 def test_what_a_store_does_not_bring_is_computed(cause, field, act, expected) -> None:
@@ -314,7 +313,8 @@ def test_lengths_around_every_boundary_of_pages(expected, alone: Running) -> Non
             assert after - before == (length - 1) // PAGE * PAGE
 
 
-@pytest.mark.parametrize("kind", one_in(2, ["host", "disk"]))
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", ["host", "disk"])
 def test_ranks_keep_and_bring_their_own_heads(kind: str, expected, tmp_path: Path) -> None:
     """Law 7: one process decides; a rank that copies late delays, and disagrees with nobody."""
     tier = HOST if kind == "host" else {"directory": str(tmp_path / "tier")}
@@ -326,7 +326,8 @@ def test_ranks_keep_and_bring_their_own_heads(kind: str, expected, tmp_path: Pat
         assert value(engine_of(cluster).metrics.tier_tokens(kind)) > cold / 2
 
 
-@pytest.mark.parametrize("mode", one_in(2, ["always", "never"]))
+@pytest.mark.whole
+@pytest.mark.parametrize("mode", ["always", "never"])
 def test_snapshots_of_recurrent_layers_come_with_their_pages(mode: str, tmp_path: Path) -> None:
     """Law 10: both at the same end of a text, or neither."""
 

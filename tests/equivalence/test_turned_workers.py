@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.engines import Client, Running, Sections, running, value, worker_config
 from tests.support.hybrids import hybrid
-from tests.support.pairwise import more
+from tests.support.pairwise import more, whole
 from tests.support.patience import until
 from tests.support.prompts import problem_ids
 from worker.api import Prefill, Sampling, Xfer
@@ -101,7 +101,7 @@ def test_a_turned_worker_answers_as_a_fresh_one_and_loads_nothing(
         weights, memory, endpoint = engine.weights, engine.pool.memory(), engine.endpoint()
         for name in ("load_model", "load_drafter"):
             monkeypatch.delattr(load, name)  # a second call would fail
-        for role in ("prefill", "decode") * 2:
+        for role in ("prefill", "decode") * (1 + whole):
             of_role = weakref.ref(engine.runner.graphs.decode)
             del engine
             engine = turn(cluster, role, sections).engine

@@ -42,6 +42,7 @@ def test_wrong_requests_harm_nobody(clusters: Clusters, place: Path) -> None:
     assert answers.statuses["400"] > answers.num / 10
 
 
+@pytest.mark.whole
 def test_floods_of_large_things_are_told_and_harm_nobody(clusters: Clusters) -> None:
     with watching(clusters.lend(*BRIEF), UNDISTURBED_S) as watched:
         breaches: list[str] = []

@@ -1,6 +1,6 @@
 """A start that is interrupted at any moment ends, and leaves nothing.
 
-One moment here, three with --whole; `python -m tests.fault.interrupts --num 200` tries more.
+With --whole; `python -m tests.fault.interrupts --num 200` tries more.
 """
 
 import random
@@ -11,12 +11,10 @@ import pytest
 from tests.e2e.harness import SIGNALS
 from tests.e2e.shared import Clusters
 from tests.fault.interrupts import SPAN_S, interrupt
-from tests.support.pairwise import whole
 
 
-@pytest.mark.parametrize(
-    "number", SIGNALS if whole else SIGNALS[:1], ids=lambda number: number.name
-)
+@pytest.mark.whole
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_an_interrupted_start_leaves_nothing(number: signal.Signals, clusters: Clusters) -> None:
     clusters.end_all()
     done = interrupt(number, random.uniform(0, SPAN_S))

@@ -285,7 +285,7 @@ def test_pulls_that_outlive_many_renewals_land(cluster: Running, texts: Texts) -
     pytest.fail(f"leases were revoked in each of {NUM_TRIES} tries")
 
 
-@pytest.mark.parametrize("when_s", [0.0, 0.02, 0.3])
+@pytest.mark.parametrize("when_s", [0.02, *more(0.0, 0.3)])
 def test_a_prefill_worker_that_is_lost_is_asked_again_later(when_s, cluster, texts) -> None:
     before = num_ended(cluster)
     FAULTS.pull_s = 0.2
@@ -344,7 +344,7 @@ def until_first_tokens(cluster: Running, sent: list[str]) -> None:
     assert {len(client.answers[each].tokens) for each in sent} == {1}
 
 
-@pytest.mark.parametrize("lost", [["prefill-0"], ["prefill-0", "prefill-1"]])
+@pytest.mark.parametrize("lost", [["prefill-0", "prefill-1"], *more(["prefill-0"])])
 def test_a_prefill_worker_that_is_lost_between_token_and_kv(lost, cluster, texts) -> None:
     """The token that was passed on stays, and comes once: the rest goes on from it."""
     before = num_ended(cluster)
@@ -365,7 +365,7 @@ def test_a_prefill_worker_that_is_lost_between_token_and_kv(lost, cluster, texts
     wait_for_peers(decode)
 
 
-@pytest.mark.parametrize("how", ["abort", "stop"])
+@pytest.mark.parametrize("how", ["stop", *more("abort")])
 def test_requests_that_end_between_token_and_kv(how: str, cluster: Running, texts: Texts) -> None:
     """The client goes, or the router finds a stop string in the first token."""
     reasons = (how,)

@@ -165,7 +165,7 @@ ANY_JSON = st.recursive(
 )
 
 
-@settings(max_examples=600 if whole else 150)
+@settings(max_examples=600 if whole else 40)
 @given(ANY_JSON, st.booleans())
 def test_any_json_is_a_schema_or_the_request_s_fault(schema: Any, as_text: bool) -> None:
     given = json.dumps(schema) if as_text else schema

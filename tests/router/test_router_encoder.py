@@ -29,7 +29,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-@settings(max_examples=150 if whole else 40)
+@settings(max_examples=150 if whole else 15)
 @given(texts, st.booleans())
 def test_tokens_are_those_of_the_whole_text(kind: str, text: str, adds: bool) -> None:
     tokenizer, known = made(kind)

@@ -82,7 +82,7 @@ MADE: dict[str, tuple[Tokenizer, Text]] = {}
 
 
 @pytest.mark.parametrize("pre", PUBLISHED)
-@settings(max_examples=1000 if whole else 60)
+@settings(max_examples=1000 if whole else 20)
 @given(text=texts)
 def test_ids_of_bytes_are_those_of_the_published_tokenizer(
     pre: str, folder: Path, text: str
@@ -164,7 +164,7 @@ spoken = st.lists(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
-@settings(max_examples=1000 if whole else 60)
+@settings(max_examples=1000 if whole else 20)
 @given(text=spoken)
 def test_ids_of_sentencepiece_are_those_of_its_merges(
     architecture: str, folder: Path, text: str

@@ -81,7 +81,7 @@ ENDS = st.one_of(st.integers(-(1 << 64), 1 << 64), st.sampled_from(
 SIDES = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
-@settings(max_examples=600 if pairwise.whole else 60, deadline=None)
+@settings(max_examples=600 if pairwise.whole else 20, deadline=None)
 @given(
     st.dictionaries(st.sampled_from(SIDES), ENDS, min_size=1),
     st.sampled_from(["integer", "number"]),

@@ -144,7 +144,8 @@ class RecordedChunks(PiecewiseChunks):
     def record(self) -> None:
         for bucket in self.buckets:
             self.capture_bucket(bucket)
-            bucket.piecewise, bucket.full = True, self._whole and bucket.num_tokens in self.full
+            kinds = (most for num, most in self.captured if num == bucket.num_tokens and most)
+            bucket.full_ms = dict.fromkeys(kinds if self._whole else (), 0.0)
 
 
 def replay(made: Lockstep, *, steps: bool, chunks: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support import pairwise
 from tests.support.interpreted import INTERPRETED, WHY, compiling
 from tests.support.pairwise import in_whole
 from worker.config.checkpoint.experts import ExpertShape, Held
@@ -231,7 +232,7 @@ else:
         assert not sums[~live].any()
 
     @pytest.mark.product(
-        num_tokens=(1, 2, 5, 17, 70),
+        num_tokens=(1, 5, 70, *pairwise.more(2, 17)),
         experts=((8, 2, (0, 8)), (6, 3, (2, 3)), (16, 4, (4, 8))),
         sizes=((64, 32), (72, 48), (300, 32)),
         dtype=tuple(BOUNDS),

@@ -184,7 +184,9 @@ if INTERPRETED:
             others[row] = x[row]
             assert torch.equal(tiled(others, held, 64)[row], alone[row])
 
-    @pytest.mark.parametrize("name", ["awq", "mxfp4", *in_whole(("int4",), ("rows",), ("nvfp4",))])
+    @pytest.mark.parametrize(
+        "name", ["awq", *in_whole(("mxfp4",), ("int4",), ("rows",), ("nvfp4",))]
+    )
     @pytest.mark.filterwarnings("ignore:overflow")  # numpy's, of exp
     def test_experts_equal_the_definition(name: str) -> None:
         dtype = F16 if name != "mxfp4" else BF16

@@ -210,7 +210,7 @@ def long(built_long: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("num_reqs", [1, 2, 4])
+@pytest.mark.parametrize("num_reqs", [2, *in_whole((1,), (4,))])
 def test_long_steps_have_the_last_hidden_state_of_each_request(long: Bench, num_reqs: int) -> None:
     layout, loaded = layouts(27, num_reqs, 21), long.engine.runner.loaded
     whole = long.run(Uncaptured(loaded, loaded.model.forward, every_row=True).launch, layout, 32)
@@ -222,7 +222,7 @@ def test_long_steps_have_the_last_hidden_state_of_each_request(long: Bench, num_
     torch.testing.assert_close(few[0][:num_reqs], whole[0][last], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("num_tokens", [27, 32, MAX_TOKENS])  # some as many as a bucket has rows
+@pytest.mark.parametrize("num_tokens", [32, *in_whole((27,), (MAX_TOKENS,))])
 def test_a_long_step_of_many_requests_is_eager_and_whole(long: Bench, num_tokens: int) -> None:
     layout, runner = layouts(num_tokens, 5, 0), long.runner
     assert runner.padded(num_tokens, 4, 9999, hooked=True).num_tokens >= num_tokens

@@ -173,7 +173,7 @@ WIDTHS = [(2, 1, 4), (4, 3, 1), (1, 2, 2)]
 PROMPTS = [0, 70, 1, 3, 64]
 # The fewest rows have the long prompt, which costs most.
 SOME = [(SHAPES[0], 1, WIDTHS[:1]), (SHAPES[1], 70, WIDTHS[2:])]
-CASES = [*SOME, *pairwise.more(*product(SHAPES, PROMPTS, [WIDTHS]))]
+CASES = [*SOME[-1:], *pairwise.more(SOME[0], *product(SHAPES, PROMPTS, [WIDTHS]))]
 
 
 @pytest.mark.parametrize(("shape", "prompt", "all_widths"), CASES, ids=str)
@@ -255,7 +255,7 @@ def test_a_fold_that_passes_a_line_of_the_grid_stores_the_state_there(
 ) -> None:
     """At any width and acceptance, of rows that have a slot for it; those beside it do not."""
     ways = list(product((1, 2, 3), (1, 2), (1, 2, 3)))
-    ways = ways if pairwise.whole else ways[start % 5 :: 5]
+    ways = ways if pairwise.whole else ways[start % 5 :: 9]
     rows, plain = range(1, len(ways) + 1), (2 * len(ways) + 1, 2 * len(ways) + 2)
     net = Net(shape, plain[1])
     texts = [net.tokens(start + 10) for _ in plain]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.pairwise import one_in
 from tests.support.stepped_rows import pick
 from worker.api import MAX_STOP_IDS, Sampling
 from worker.draw import changes, sampler
@@ -295,7 +296,7 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", one_in(4, BROKEN))
 def test_the_same_check_fails_a_broken_sampler(name: str) -> None:
     case, attribute, replacement = BROKEN[name]
     owner = changes if attribute == "unpack" else sampler
