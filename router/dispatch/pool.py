@@ -3,9 +3,10 @@
 import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 NUM_THREADS, NAME = 4, "kvlane-pool"
@@ -54,17 +55,25 @@ class Pool:
         turn = self._waiting.add(source)
         self._start()
         await turn
-        job = self._threads.submit(work)
+        job: asyncio.Future[Result] = loop.create_future()
 
-        def ended(_: "Future[Result]") -> None:  # also of one that nobody waits for any more
+        def run() -> None:
+            try:
+                ended = partial(job.set_result, work())
+            except Exception as error:
+                ended = partial(job.set_exception, error)
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._over, source)
+                loop.call_soon_threadsafe(self._over, source, job, ended)  # it is woken once
 
-        job.add_done_callback(ended)
-        return await asyncio.wrap_future(job)
+        self._threads.submit(run)
+        return await job
 
-    def _over(self, source: str) -> None:
-        self._running -= Counter([source])
+    def _over(self, source: str, job: "asyncio.Future[Any]", ended: Callable[[], None]) -> None:
+        self._running[source] -= 1
+        if not self._running[source]:
+            del self._running[source]
+        if not job.done():  # nobody waits for it any more
+            ended()
         self._start()
 
     def _start(self) -> None:
