@@ -45,7 +45,7 @@ Prepare = Callable[[bytes, str], Prepared]  # from a body, and `Key.own_salt`
 
 def is_slow(raw: bytes) -> bool:
     """Whether preparing a body could hold the loop up for other requests."""
-    return len(raw) > THREAD_BODY_BYTES or any(word in raw for word in SLOW_WORDS)
+    return len(raw) > THREAD_BODY_BYTES or any(map(raw.__contains__, SLOW_WORDS))
 
 
 class Api:
@@ -124,7 +124,7 @@ class Api:
 
         def work() -> Prepared:
             prepared = prepare(raw, exchange.own_salt)
-            identify(prepared, request.headers, exchange.client, exchange.unique_id)
+            identify(prepared, request.scope["headers"], exchange.client, exchange.unique_id)
             if given:
                 give_keys(prepared.reqs, exchange.client, given, raw, seeded=prepared.is_seeded)
             return prepared
