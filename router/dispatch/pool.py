@@ -52,9 +52,10 @@ class Pool:
     async def run(self, source: str, work: Callable[[], Result]) -> Result:
         """What `work` returns or raises."""
         loop = asyncio.get_running_loop()
-        turn = self._waiting.add(source)
-        self._start()
-        await turn
+        if self._fits(source):  # then none of it waits
+            self._running[source] += 1
+        else:
+            await self._waiting.add(source)
         job: asyncio.Future[Result] = loop.create_future()
 
         def run() -> None:
@@ -76,9 +77,9 @@ class Pool:
             ended()
         self._start()
 
+    def _fits(self, source: str) -> bool:
+        return self._running.total() < NUM_THREADS and self._running[source] < MAX_OWN
+
     def _start(self) -> None:
-        while self._running.total() < NUM_THREADS:
-            source = self._waiting.next(lambda source: self._running[source] < MAX_OWN)
-            if source is None:
-                return
+        while self._waiting and (source := self._waiting.next(self._fits)) is not None:
             self._running[source] += 1

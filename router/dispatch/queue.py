@@ -215,7 +215,7 @@ class Queue:
             return
         self._goes_on, until = False, time.monotonic() + PLACE_S
         self._lacks_room = False
-        while len(self):
+        while self._begun or self._waiting:
             now = time.monotonic()
             if now > until:
                 self._goes_on = True
