@@ -11,7 +11,8 @@ decode: the slope between two output lengths, so prompts cancel out. The floor i
 weights and mean KV over the read bandwidth of this run, with `--tp` of one rank's part. In windows
 of `--widths` one token counts, or with `--accept` that many: acceptance is SIMULATED, a figure is
 the time between two tokens of the slowest row, and it has no floor. `--also NAME@ROWS` draws in
-other ways; `mask` uploads masks made before.
+other ways; `mask` uploads masks made before. `--moved N`: by turns, while pages come from host
+memory as a tier's do, N at a time, and others go there.
 prefill: from the launch until the first token is on the host, op by op and with `--graph`. The
 floor is the larger of reading the weights and of all products at the speed of one large product.
 """
@@ -19,6 +20,7 @@ floor is the larger of reading the weights and of all products at the speed of o
 import argparse
 import itertools
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +34,7 @@ from benchmarks.instruments import (
     expert_steps,
     prefill_floor_ms,
 )
+from benchmarks.moving import Moving
 from benchmarks.output import ints, parser, shown, write
 from benchmarks.timing import product_speed, profile, read_bandwidth, told
 from worker.api import Sampling
@@ -70,17 +73,23 @@ class Case(NamedTuple):
         return Sampling(num_tokens, ignore_eos=True, seed=seed, **SAMPLINGS[self.sampling])
 
 
-def step_times(bench: Bench, case: Case, options: argparse.Namespace) -> dict[int, list[float]]:
-    """Milliseconds a step, one figure a repetition, by number of snapshots."""
+def step_times(
+    bench: Bench, case: Case, options: argparse.Namespace, moving: Moving | None
+) -> dict[tuple[int, bool], list[float]]:
+    """Milliseconds a step, one figure a repetition, by number of snapshots and if pages move."""
     lengths = SHORT_OUTPUT, options.output_len
-    times: dict[int, list[float]] = {kept: [] for kept in options.snapshots}
-    for number, kept in itertools.product(range(options.repeat + 1), times):
+    ways = itertools.product(options.snapshots, (False, True)[: 1 + (moving is not None)])
+    times: dict[tuple[int, bool], list[float]] = {way: [] for way in ways}
+    for number, way in itertools.product(range(options.repeat + 1), times):
         seed, took = 0 if options.cached else number, list[float]()
         for length in lengths:
-            bench.keep_snapshots(kept)
+            bench.keep_snapshots(way[0])
             draws = case.draws(length, number)
-            took.append(bench.generate(case.batch, case.prompt_len, draws, seed))
-        times[kept] += [1e3 * (took[1] - took[0]) / (lengths[1] - lengths[0])] * (number > 0)
+            with moving.both_ways() if moving is not None and way[1] else nullcontext([]) as rates:
+                took.append(bench.generate(case.batch, case.prompt_len, draws, seed))
+        if rates:
+            print(f"moved {rates[0]:.1f} GB/s in, {rates[1]:.1f} out")
+        times[way] += [1e3 * (took[1] - took[0]) / (lengths[1] - lengths[0])] * (number > 0)
     return times  # the first ones warm up
 
 
@@ -106,21 +115,26 @@ def measure_decode(
     """A row for each case and width; prints them."""
     rows: list[dict[str, Any]] = []
     widths: list[int] = options.widths
+    moving = Moving(bench.engine, options.moved) if options.moved else None
     for case, width in itertools.product(cases, widths):
         if case.batch > max_rows(width, case.batch):
             continue
         bench.scheduler.widths = WidthPolicy((width,))
         counted = min(SHORT_OUTPUT * width, options.output_len)
-        times, distinct = step_times(bench, case, options), distinct_experts(bench, case, counted)
+        times = step_times(bench, case, options, moving)
+        distinct = distinct_experts(bench, case, counted)
         mean_len = case.prompt_len + options.output_len / 2
         floor = decode_floor_ms(bench.engine, case.batch, mean_len, bandwidth, distinct)
         name = f"{case.batch} x {case.prompt_len}, {case.sampling}, windows of {width}"
         name += f", {distinct:.1f} experts" if distinct else ""
         about = {**case._asdict(), "width": width, "distinct_experts": distinct, "path": bench.path}
         floor *= options.accept == 1
-        for kept, of in times.items():
-            about |= {"accept": options.accept, "snapshots": kept}
-            rows.append(about | told(name + f", {kept} snapshots" * (kept >= 0), of, "ms", floor))
+        for (kept, moves), of in times.items():
+            about |= {"accept": options.accept, "snapshots": kept, "moving": moves}
+            told_as = name + f", {kept} snapshots" * (kept >= 0) + ", pages move" * moves
+            rows.append(about | told(told_as, of, "ms", floor))
+    if moving is not None:
+        moving.close()
     return rows
 
 

@@ -28,7 +28,9 @@ from worker.config.checkpoint.families import FAMILIES
 from worker.errors import UserError
 
 # What transformers has not, or what has more around a text that is a case; where it is tested.
+LATENT = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"
 ELSEWHERE = {
+    **dict.fromkeys(LATENT, "tests/equivalence/test_latent.py"),
     "GptOssForCausalLM": "tests/equivalence/test_oss.py",
     "MiMoForCausalLM": "tests/equivalence/test_mtp.py",
     "Qwen3_5ForConditionalGeneration": "tests/equivalence/test_mtp.py",

@@ -74,6 +74,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--output-len", type=int, default=128)
     add("--cached", action="store_true", help="prompts are computed once and found in the cache")
     add("--snapshots", type=ints, default=[-1], help="by turns, of an empty cache; -1: as it is")
+    add("--moved", type=int, default=0, help="by turns, while pages come from host memory and go")
     add("--page-size", type=int, default=64)
     add("--kv-dtype", default="auto", help="as kv.dtype")
     add("--weights", default="", choices=("", *WEIGHTS), help="fp8: in blocks of 128 x 128")
@@ -120,7 +121,8 @@ def build(
             "max_num_reqs": max_batch, "penalty_rows": penalty_rows, "graph": _graph(options),
             "prefix_cache": options.cached or kept >= 0, "max_prefill_tokens": options.chunk,
             "attention": options.attention, "growth_tokens": options.output_len,
-            "num_pages": -(-num_tokens // page_size) + 2, "collective": options.collective,
+            "num_pages": -(-num_tokens // page_size) + 2 + 2 * options.moved,
+            "collective": options.collective,
         }  # fmt: skip
         config = {
             "role": "decode", "model": model, "engine": engine, "spec": spec, "tp": options.tp,

@@ -59,10 +59,11 @@ CLUSTERS = (
 # between what computes, so that both cores have work.
 EARLY = (
     OWN_RAY, CLUSTER, "test_drafters", "test_interpreted", "test_transport", "test_ranks",
-    "test_engine_laws", "test_protocol_faults", "test_api_laws", "test_compiled",
+    "test_engine_laws", "test_protocol_faults", "test_api_laws", "test_compiled", "test_tier",
+    "test_models", "test_claims", "test_eight_bit_weights", "test_hybrid_laws", "test_failover",
     "test_first_token", "test_full_decode", "test_windows", "test_load_harness",
     "test_random_delays", "test_piecewise", "test_cluster_hub",
-    "test_train", "test_wire", "test_benchmarks", "test_models",
+    "test_train", "test_wire", "test_benchmarks",
     "test_liveness", "test_sampler", "test_attention_backends", "test_router_direct",
     "test_ngram", "test_router_door", "test_structured",
     "test_contained", "test_router_dispatch",

@@ -137,7 +137,7 @@ class PaddedShape(msgspec.Struct, frozen=True, array_like=True):
     """How to build a batch of chunks for `ChunkGraphs.launch`; see `BatchBuffers.chunks`."""
 
     num_tokens: int = 0  # pad to this many; 0: do not pad
-    fixed: bool = False  # pad the number of requests as well
+    fixed_len: int = 0  # pad requests as well, of up to so many tokens; 0: do not
     refused: str = ""  # why no graph serves the batch, for metrics
 
 

@@ -180,10 +180,13 @@ class PrefillLoop(Role):
 
 def step_times(checks: Sequence[BucketCheck]) -> list[StepTime]:
     """Read the times of steps off the start-up check of the prefill graphs; ascending."""
-    full_ms = {check.bucket: check.graph_ms for check in checks if check.kind == "prefill_full"}
+    chunks = sorted((check for check in checks if check.kind == "prefill"), key=lambda c: c.bucket)
     times = []
-    for check in sorted((c for c in checks if c.kind == "prefill"), key=lambda c: c.bucket):
+    for check in chunks:
+        if check.fixed_len:
+            continue
         grouped_ms = min(check.graph_ms, check.eager_ms)
-        fastest_ms = min(grouped_ms, full_ms.get(check.bucket, grouped_ms))
+        full_ms = (c.graph_ms for c in chunks if c.bucket == check.bucket and c.fixed_len)
+        fastest_ms = min([grouped_ms, *full_ms])
         times.append(StepTime(check.bucket, fastest_ms / 1e3, grouped_ms / 1e3))
     return times

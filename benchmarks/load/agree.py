@@ -3,6 +3,7 @@
 The server's /metrics is read before and after all runs, which must be all that it serves meanwhile;
 warm-ups are left out. What it counts under the names of vLLM (kvlane has them) or llama.cpp is
 compared; of a server that tells of nothing, its usage with our tokenizer's counts of its texts.
+Times are sums over all requests: from the send, which is all that a server knows.
 """
 
 import asyncio
@@ -18,18 +19,29 @@ from cluster.clients.find import trusted
 
 MOST = 0.03
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? ([^ ]+)")
-# By what the harness counts: counters, or sums with their counts, of which the first that is there.
+# By what the harness counts: counters to add up, of the first server that has them all.
 NAMES = {
-    "prompt tokens": ("vllm:prompt_tokens_total", "llamacpp:prompt_tokens_total"),
-    "output tokens": ("vllm:generation_tokens_total", "llamacpp:tokens_predicted_total"),
-    "time to first token, s": ("vllm:time_to_first_token_seconds",),
-    "end to end, s": ("vllm:e2e_request_latency_seconds",),
+    "requests": (("vllm:e2e_request_latency_seconds_count",),),
+    "prompt tokens": (
+        ("vllm:prompt_tokens_total",),
+        ("llamacpp:prompt_tokens_total", "llamacpp:prompt_tokens_cached_total"),
+        ("llamacpp:prompt_tokens_total",),  # as older ones have it
+    ),
+    "output tokens": (("vllm:generation_tokens_total",), ("llamacpp:tokens_predicted_total",)),
+    "to first tokens, s": (
+        ("vllm:time_to_first_token_seconds_sum",),
+        ("llamacpp:prompt_seconds_total",),
+    ),
+    "end to end, s": (
+        ("vllm:e2e_request_latency_seconds_sum",),
+        ("llamacpp:prompt_seconds_total", "llamacpp:tokens_predicted_seconds_total"),
+    ),
 }
 Sums = dict[str, float]  # of all series of a name
 
 
 def read(url: str, headers: dict[str, str], cacert: str) -> Sums:
-    """What the server tells now; nothing of one that has no such page."""
+    """What the server tells now; nothing of one that has no such page. Raises ConnectionError."""
 
     async def page() -> str:
         timeout = aiohttp.ClientTimeout(total=30)
@@ -40,7 +52,11 @@ def read(url: str, headers: dict[str, str], cacert: str) -> Sums:
             return await response.text() if response.status == 200 else ""
 
     sums: Sums = {}
-    for found in filter(None, map(SAMPLE.match, asyncio.run(page()).splitlines())):
+    try:
+        text = asyncio.run(page())
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise ConnectionError(f"{url}/metrics cannot be asked: {error}") from error
+    for found in filter(None, map(SAMPLE.match, text.splitlines())):
         sums[found[1]] = sums.get(found[1], 0.0) + float(found[2])
     return sums
 
@@ -49,24 +65,22 @@ def told(before: Sums, after: Sums) -> dict[str, float]:
     """What the server says of the time between, by what the harness calls it."""
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
     says: dict[str, float] = {}
-    for label, names in NAMES.items():
-        for name in names:
-            if name in grown:
-                says[label] = grown[name]
-            elif grown.get(f"{name}_count"):
-                says[label] = grown[f"{name}_sum"] / grown[f"{name}_count"]
+    for label, ways in NAMES.items():
+        known = (names for names in ways if grown.keys() >= set(names))
+        if names := next(known, None):
+            says[label] = sum(grown[name] for name in names)
     return says
 
 
 def seen(outcomes: Iterable[Outcome]) -> dict[str, float]:
-    """The same as the harness has it; times from the sends, which are all that a server knows."""
+    """The same as the harness has it."""
     served = [outcome for outcome in outcomes if not outcome.error]
-    first = samples(served)["ttft_from_send_s"]
     return {
+        "requests": float(len(served)),
         "prompt tokens": float(sum(outcome.num_prompt_tokens for outcome in served)),
         "output tokens": float(sum(outcome.num_output_tokens for outcome in served)),
-        "time to first token, s": float(first.mean()) if first.size else 0.0,
-        "end to end, s": sum(o.end_s - o.sent_s for o in served) / max(1, len(served)),
+        "to first tokens, s": float(samples(served)["ttft_from_send_s"].sum()),
+        "end to end, s": sum(outcome.end_s - outcome.sent_s for outcome in served),
     }
 
 

@@ -200,7 +200,7 @@ class Client:
             *events, rest = (rest + part).replace(b"\r\n", b"\n").split(b"\n\n")
             for event in events:
                 done = self._event(event, arrived_s, outcome, texts) or done
-        if not done and not outcome.error:
+        if not (done or (outcome.finish_reason and outcome.counted) or outcome.error):
             _fail(outcome, "cut", "the stream ended without [DONE]")
 
     def _event(self, event: bytes, arrived_s: float, outcome: Outcome, texts: list[str]) -> bool:

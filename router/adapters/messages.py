@@ -108,6 +108,7 @@ def chat_of(body: CountBody, template: str) -> ChatBody:
     fields |= _choice(body.tool_choice)
     fields |= _thinking(body, template, mapping(extra.get("chat_template_kwargs")))
     fields |= _form(body)
+    fields.setdefault("prompt_cache_options", _kept(body))
     for name, known in KNOWN.items():
         given = getattr(body, name)
         if name == "tools":  # of hosted ones the header names the types
@@ -116,6 +117,23 @@ def chat_of(body: CountBody, template: str) -> ChatBody:
     if body.messages[-1].role == "assistant":
         fields["continue_final_message"] = True
     return valid(MessageChat, fields)
+
+
+def _kept(body: CountBody) -> dict[str, Any]:
+    """For how long: the longest time that any part asks for, as parts are not kept apart."""
+    parts: list[tuple[str, Mapping[str, Any]]] = [("", body.model_extra or {})]
+    for name, blocks in (("tools", body.tools), ("system", body.system)):
+        parts += [(f"{name}.{i}.", block) for i, block in enumerate(blocks)]
+    for i, turn in enumerate(body.messages):
+        parts += [(f"messages.{i}.content.{j}.", part) for j, part in enumerate(turn.content)]
+    longest = None
+    for where, part in parts:
+        ttl = mapping(part.get("cache_control")).get("ttl")
+        if ttl not in (None, "5m", "1h"):
+            param = f"{where}cache_control.ttl"
+            raise invalid(f"{param}: must be 5m or 1h", param)
+        longest = longest if ttl is None or longest == "1h" else ttl
+    return {"ttl": longest}
 
 
 def refuse_foreign(extra: Mapping[str, Any]) -> None:

@@ -134,8 +134,9 @@ class Dispatcher:
                             self._on_chunk(peer, chunk, now)
                     case Pong():
                         self._members.pong(peer, message.stats)
-                        turns = message.stats.turns if message.stats is not None else ()
-                        self._queue.sessions.heard(peer, turns)
+                        known = self._members.get(peer)
+                        if known is not None and message.stats is not None:
+                            self._queue.sessions.heard(known, message.stats.turns)
                         self._queue.place()
                     case Refused():
                         self._on_refused(peer, message)

@@ -35,6 +35,7 @@ class Known:
     busy_until: float = 0.0  # monotonic; it has refused, and gets nothing before but `num_allowed`
     num_allowed: int = 0  # requests that may be sent although it is busy
     said: LastSaid = field(default_factory=LastSaid)  # on its link
+    last_turn: int = 0  # of a session, by number, that it has told of
 
     @property
     def peer(self) -> PeerId:
@@ -137,7 +138,8 @@ class Members:
         known = self._known.get(peer)
         if known is not None:
             stats = WorkerStats(draining=known.stats.draining)
-            self._known[peer] = Known(known.member, stats, heard_at=known.heard_at)
+            lost = Known(known.member, stats, heard_at=known.heard_at, last_turn=known.last_turn)
+            self._known[peer] = lost
 
     def refused(self, peer: PeerId, until: float) -> None:
         """A decode worker had no room: it gets no request until then, or until it has room."""

@@ -16,6 +16,7 @@ MAX_CANDIDATES = 3
 UNKNOWN_S_PER_TOKEN = 1e-4
 # A long prompt that is there weighs as much as all rows of a worker, a short one less.
 LONG_TOKENS = 256
+HOTTER = 0.3  # of its rows, above the mean: it has no advantage, or all would crowd there
 POLICIES = {
     "least_loaded": "router.dispatch.policy:LeastLoaded",
     "prefix_aware": "router.dispatch.policy:PrefixAware",
@@ -79,7 +80,7 @@ class LeastLoaded(Policy):
 class PrefixAware(Policy):
     """Where most of the prompt is, unless that worker is so much busier; else as LeastLoaded.
 
-    A worker beyond its rows has no advantage that counts: its prompts would wait.
+    A worker beyond its rows, or much busier than the mean, has no advantage: prompts would wait.
     """
 
     follows_sessions = True
@@ -90,6 +91,7 @@ class PrefixAware(Policy):
     def choose(self, prompt: Prompt, decode: Pool, prefill: Pool, salt: str = "") -> Route:
         blocks, prefixes = blocks_of(prompt, salt), self._prefixes
         weight, had = 1 / max(LONG_TOKENS, len(prompt)), dict[PeerId, float]()
+        hot = min(1.0, HOTTER + sum(known.load for known in decode) / len(decode))
 
         def held(known: Known) -> float:
             if (peer := known.peer) not in had:
@@ -98,7 +100,7 @@ class PrefixAware(Policy):
 
         def cost(known: Known) -> tuple[float, float]:
             load = known.load
-            return load - (held(known) * weight if load < 1 else 0.0), random.random()
+            return load - (held(known) * weight if load < hot else 0.0), random.random()
 
         def wait_s(known: Known) -> tuple[float, float]:
             per_token = known.stats.prefill_s_per_token or UNKNOWN_S_PER_TOKEN

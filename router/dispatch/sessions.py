@@ -10,7 +10,8 @@ alike.
 """
 
 import time
-from collections import Counter, OrderedDict, deque
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -43,9 +44,9 @@ class Sessions:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._known: OrderedDict[str, _Session] = OrderedDict()  # used last is last
-        self._num_at = Counter[PeerId]()
-        self._num_heard = Counter[PeerId]()  # the last turn that a worker has told of
-        self._pauses: OrderedDict[str, deque[float]] = OrderedDict()  # by owner
+        self._num_at = Counter[PeerId]()  # of `_known`: to count them all would take milliseconds
+        # By owner: of the last pauses, as they came and in order.
+        self._pauses: OrderedDict[str, tuple[list[float], list[float]]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -54,9 +55,12 @@ class Sessions:
         """A turn has come."""
         session = self._used(name)
         if session.ended_at and not session.num_open:
-            owner = name.partition("/")[0]
-            pauses = self._pauses.setdefault(owner, deque(maxlen=NUM_PAUSES))
-            pauses.append(self._clock() - session.ended_at)
+            owner, pause_s = name.partition("/")[0], self._clock() - session.ended_at
+            came, ranked = self._pauses.setdefault(owner, ([], []))
+            if len(came) == NUM_PAUSES:
+                del ranked[bisect_left(ranked, came.pop(0))]
+            came.append(pause_s)
+            insort(ranked, pause_s)
             self._pauses.move_to_end(owner)
             if len(self._pauses) > MAX_OWNERS:
                 self._pauses.popitem(last=False)
@@ -67,22 +71,22 @@ class Sessions:
         session = self._used(name)
         session.num_open, session.ended_at = max(0, session.num_open - 1), self._clock()
 
-    def heard(self, peer: PeerId, turns: Sequence[tuple[int, str]]) -> None:
+    def heard(self, known: Known, turns: Sequence[tuple[int, str]]) -> None:
         """A worker has told of the turns that came last, with ascending numbers."""
         for number, name in turns:
-            if number > self._num_heard[peer]:
-                self._num_heard[peer] = number
+            if number > known.last_turn:
+                known.last_turn = number
                 session = self._used(name)
                 if not session.num_open:  # else what we have sent is what counts
-                    session.ended_at = session.ended_at if session.home == peer else 0.0
-                    self._moves(session, peer)
+                    session.ended_at = session.ended_at if session.home == known.peer else 0.0
+                    self._moves(session, known.peer)
 
     def pause_s(self, name: str) -> float:
         """How long all but the longest pauses of its owner's sessions are, within bounds."""
-        pauses = sorted(self._pauses.get(name.partition("/")[0], ()))
-        if len(pauses) < MIN_PAUSES:
+        _, ranked = self._pauses.get(name.partition("/")[0], ((), ()))
+        if len(ranked) < MIN_PAUSES:
             return UNKNOWN_S
-        return min(MOST_S, max(LEAST_S, pauses[int(QUANTILE * len(pauses))]))
+        return min(MOST_S, max(LEAST_S, ranked[int(QUANTILE * len(ranked))]))
 
     def choose(self, name: str, decode: Sequence[Known]) -> Known | None:
         """The worker for a turn of this session; None: all are hot."""

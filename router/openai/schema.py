@@ -24,6 +24,7 @@ MAX_STOP_CHARS = 16 << 10  # of all stop strings of a request
 MAX_SALT_CHARS = 256
 MAX_SESSION_CHARS = 1024
 MAX_TTL_S = 86_400.0
+TTLS_S = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0}  # Anthropic's and OpenAI's
 MAX_CHOICES = 128
 MAX_BIASES = 1024
 MAX_TOOLS = 512
@@ -98,11 +99,18 @@ class Salted(RequestModel):
         return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
 
+class CacheOptions(RequestModel):
+    """How long OpenAI's clients want a prompt to be kept; of parts of it nothing is kept apart."""
+
+    ttl: Literal["5m", "30m", "1h", "12h"] | None = None
+
+
 class Sessioned(RequestModel):
     """Which conversation a request is a turn of, and how long its KV is worth keeping."""
 
     session_id: str | None = Field(None, max_length=MAX_SESSION_CHARS)  # SGLang's
     prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION_CHARS)  # OpenAI's
+    prompt_cache_options: CacheOptions | None = None
     cache_ttl: float | None = Field(
         None, ge=0, le=MAX_TTL_S,
         description="kvlane's own: seconds after its end in which its KV is evicted last",
@@ -117,7 +125,10 @@ class Sessioned(RequestModel):
             with suppress(ValueError, RecursionError):
                 inside = mapping(json.loads(user)).get("session_id")
                 key = inside if isinstance(inside, str) else ""
-        return Named(self.session_id or "", key, self.cache_ttl)
+        options, ttl_s = self.prompt_cache_options, self.cache_ttl
+        if ttl_s is None and options is not None and options.ttl is not None:
+            ttl_s = TTLS_S[options.ttl]
+        return Named(self.session_id or "", key, ttl_s)
 
 
 class GenerationBody(Salted, Sessioned):

@@ -30,6 +30,7 @@ ENGINE = f"{CONFIG} --repeat 1"
 HYBRID = ENGINE.replace("/tiny/", "/tiny-hybrid/")
 CHAIN = f"--drafter {TINY.with_name('tiny-chain') / 'config.json'}"
 ATTENTION = "--model tiny --dtype float32 --page-size 16 --backends reference"
+LATENTS = ATTENTION.replace("--model tiny", "--model tiny-latent")
 CASES = [  # command, its list of rows, fields of a row, their values
     ("engine", f"{ENGINE} --batch 1,2x24 --also top_p@2,all --cached",
      "steps", "batch prompt_len sampling",
@@ -45,6 +46,10 @@ CASES = [  # command, its list of rows, fields of a row, their values
      "rows", "case way", [f"batch {n}, context 40, rows 4 reference" for n in (2, 1)]),
     ("attention", f"{ATTENTION} --replays 1 --prefill 24,32",
      "rows", "case", [f"batch 1, context {n}, rows {n}" for n in (32, 24)]),
+    ("attention", f"{LATENTS} --replays 1 --batch 2 --context 40", "rows", "way", ["reference"]),
+    ("attention", f"{LATENTS} --replays 1 --batch 1,2 --context 40 --expanded", "rows",
+     "way num_bytes",
+     ["latents 15360", "expanded 102400", "latents 7680", "expanded 51200"]),
     ("experts", "--model tiny --tokens 4 --layers 1 --replays 1", "figures", "way", [""]),
     ("recurrent", "--model tiny --rows 2 --widths 1,4 --replays 1",
      "figures", "case", ["2 rows, width 1", "2 rows, width 4"]),
@@ -113,6 +118,7 @@ def test_a_batch_takes_a_prefill_step_and_a_decode_step_a_token() -> None:
     bench.engine.close()
 
 
+@pytest.mark.whole
 def test_a_made_model_says_a_piece_of_text_for_every_token(tmp_path: Path) -> None:
     make_model(MODELS / "qwen3-8b.json", tmp_path)
     text = Text(tmp_path)

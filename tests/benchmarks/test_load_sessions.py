@@ -195,7 +195,14 @@ def test_what_a_server_says_is_compared() -> None:
     run.outcomes.append(outcome(2, 0, 50, 0))
     lines, same = agree.table([run], before, after)
     assert not same
-    assert "5.0 %" in lines[1]
+    assert ("50.0 %" in lines[1], "5.0 %" in lines[2]) == (True, True)
+    del run.outcomes[2]
+    llama = {"llamacpp:prompt_tokens_total": 900.0, "llamacpp:prompt_tokens_cached_total": 100.0,
+             "llamacpp:prompt_seconds_total": 0.2,
+             "llamacpp:tokens_predicted_seconds_total": 1.0}  # fmt: skip
+    lines, same = agree.table([run], {}, llama)
+    assert (same, len(lines)) == (True, 4), lines
+    assert not agree.table([run], {}, llama | {"llamacpp:prompt_seconds_total": 0.3})[1]
     run.outcomes[0].num_text_tokens = 11
     assert agree.table([run], {}, {})[1], "of one that tells nothing: its usage and its text"
 

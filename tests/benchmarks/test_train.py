@@ -28,7 +28,6 @@ from router.text.template import ChatTemplate
 from tests.equivalence.test_models import Engine
 from tests.support.chain_reference import ChainReference, Layer
 from tests.support.dflash_reference import DFlashReference
-from tests.support.pairwise import in_whole
 from worker.api import Sampling
 from worker.config.checkpoint.shape import read_model_shape
 from worker.model.load import load_model as load_worker_model
@@ -99,7 +98,8 @@ def bundled(kind: type[Drafter], target: Any) -> Any:
     return drafter
 
 
-@pytest.mark.parametrize(("kind", "gain"), [(ChainDrafter, 0.7), *in_whole((BlockDrafter, 0.85))])
+@pytest.mark.whole
+@pytest.mark.parametrize(("kind", "gain"), [(ChainDrafter, 0.7), (BlockDrafter, 0.85)])
 def test_a_few_steps_lower_the_loss_and_leave_a_checkpoint_of_the_bundled_form(
     kind: type[Drafter], gain: float, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

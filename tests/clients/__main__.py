@@ -3,7 +3,8 @@
 Installs the clients that are named (all) into .tools/newest, each alone, starts `kvlane serve`
 with the bundled model in a network namespace, lets one client after the other check it, and prints
 a table. Ends with 1 if one has failed. --offline: what is installed is taken as it is. --load: load
-tools instead (`load.py`). --agents: coding agents instead, of which each takes one turn.
+tools instead (`load.py`). --agents: coding agents instead, of which each takes one turn. --model:
+another one, under the name of the first.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.clients import load
-from tests.clients.agents import AGENTS
+from tests.clients.coding import AGENTS
 from tests.e2e.harness import INSIDE, REPOSITORY, Serve, enter_namespace_of
 
 CHECKS = REPOSITORY / "tests" / "clients"
@@ -150,6 +151,7 @@ def main() -> int:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--load", action="store_true", help="load tools")
     kinds.add_argument("--agents", action="store_true", help="the coding agents")
+    parser.add_argument("--model", default="tiny", help="another bundled one")
     parser.add_argument("--offline", action="store_true", help="install nothing")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
@@ -163,8 +165,9 @@ def main() -> int:
     if args.load:
         return _load(names)
     root = Path("/tmp") / f"clients{os.getpid()}"
-    strict = ("--set", "router.strict_tools=true") if args.agents else ()
-    serve = Serve(root).start("--prefill", "1", *strict)
+    more = ["--set", "router.strict_tools=true"] if args.agents else []
+    more += ["--model", args.model, "--set", "model.served_name=tiny"]
+    serve = Serve(root).start("--prefill", "1", *more)
     try:
         serve.wait_ready()
         rows = []

@@ -328,7 +328,7 @@ def test_a_mask_of_a_long_chunk_is_kept_by_the_paged_kernel(mask, monkeypatch):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="of the triton backend alone")
-@pytest.mark.parametrize("longest_first", [False, True])
+@pytest.mark.parametrize("longest_first", pairwise.one_in(2, [True, False]))
 def test_few_programs_take_many_items_each(longest_first, monkeypatch):
     from worker.attention import triton
 
@@ -342,7 +342,7 @@ def test_few_programs_take_many_items_each(longest_first, monkeypatch):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="of the triton backend alone")
-@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 64), (128, 16)])
+@pytest.mark.parametrize(("head_dim", "page_size"), pairwise.one_in(2, [(64, 64), (128, 16)]))
 def test_long_chunks_match_the_dense_oracle(head_dim, page_size, monkeypatch):
     """By the kernel for them, at fewer rows than it serves: units with and without a mask."""
     monkeypatch.setattr(TritonAttention, "SHORT_ROWS", 4)

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -38,6 +39,8 @@ from worker.transfer.mooncake_gate import listens, sockets_at
 from worker.transfer.sources import fastest_pull_s
 
 ROWS = [("shm", "shm"), ("mooncake", "tcp"), ("sockets", "tcp")]
+MOST = [ROWS[0], pytest.param(ROWS[1], marks=pytest.mark.whole), ROWS[2]]  # of laws; else every_row
+every_row = pytest.mark.parametrize("shared", ROWS, indirect=True, ids="/".join, scope="module")
 SIZES = {"target": 48 << 20, "draft": 1 << 20}
 CANARY = 0xEE
 REPLACE = msgspec.structs.replace
@@ -64,6 +67,7 @@ class Memory:
         return all(map(np.array_equal, self.arrays, other))
 
 
+@lru_cache(2)
 def content(seed: int) -> list[np.ndarray]:
     """What the source with this seed serves."""
     rng = np.random.default_rng(seed)
@@ -128,7 +132,7 @@ class Reader:
         return all((array == CANARY).all() for array in self.memory.arrays)
 
 
-@pytest.fixture(scope="module", params=ROWS, ids="/".join)
+@pytest.fixture(scope="module", params=MOST, ids="/".join)
 def shared(request: pytest.FixtureRequest) -> Iterator[Reader]:
     made = Reader(request.param)
     yield made
@@ -173,6 +177,7 @@ def test_every_transport_of_the_table_is_tested() -> None:
     assert {name for name, _ in ROWS} | made_of_others == set(TRANSPORTS)
 
 
+@every_row
 @pytest.mark.parametrize(
     "runs",
     [
@@ -255,6 +260,7 @@ def test_a_source_that_goes_while_it_is_measured_is_unreachable(reader: Reader) 
         peer.pull([Run(0, 0, 0, 1)])
 
 
+@every_row
 def test_after_a_cancelled_pull_is_over_nothing_is_written(reader: Reader) -> None:
     pull = reader.begun(reader.peer, everything())
     pull.cancel()
@@ -272,6 +278,7 @@ def test_closing_a_peer_ends_its_pulls(reader: Reader) -> None:
     assert reader.unchanged()
 
 
+@every_row
 def test_a_source_killed_during_a_pull_ends_it_for_good(reader: Reader) -> None:
     source, peer = reader.reach(4)
     runs = everything(64 << 10)
@@ -380,6 +387,7 @@ def settle(limit: tuple[int, int]) -> None:
     until(lambda: all(a <= b for a, b in zip(counts(), limit, strict=True)), "something stays open")
 
 
+@every_row
 def test_connecting_and_closing_leaves_no_threads_and_descriptors(reader: Reader) -> None:
     before = counts()
     fresh = registered(reader.row, reader.memory.regions)

@@ -17,7 +17,7 @@ from tests.support.patience import HANG_S
 from tests.support.routers import by_router
 
 DOCUMENT = REPOSITORY.parent / "shared" / "data" / "openai-openapi-subset.json"
-NUM_EXAMPLES = "100" if pairwise.whole else "12"  # of an operation
+NUM_EXAMPLES = "100" if pairwise.whole else "5"  # of an operation
 SCHEMATHESIS = importlib.util.find_spec("schemathesis") is not None
 CHECKS = (
     "not_a_server_error,response_schema_conformance,"

@@ -316,7 +316,9 @@ def whole_pages(prompt: Sequence[int]) -> int:
     return (len(prompt) - 1) // 16 * 16
 
 
-@pytest.mark.parametrize(("transport", "kind"), [("shm", "shm"), ("mooncake", "tcp")])
+@pytest.mark.parametrize(
+    ("transport", "kind"), [("shm", "shm"), *pairwise.in_whole(("mooncake", "tcp"))]
+)
 def test_choices_pull_their_prompt_once(transport: str, kind: str, separate: dict) -> None:
     config = {**sections(), "transport": {"name": transport, "kind": kind}}
     with running(config) as cluster:
@@ -351,7 +353,7 @@ def test_choices_that_share_little_or_are_preempted(few_pages: bool, separate: d
         assert few_pages == (value(cluster.workers["decode-0"].engine.metrics.preemptions) > 0)
 
 
-@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize("mode", pairwise.one_in(2, ["always", "never"]))
 def test_the_first_choice_goes_while_others_wait(mode: str, separate: dict) -> None:
     with running(sections(mode, max_prefill_tokens=8)) as cluster:
         client = cluster.client

@@ -31,13 +31,20 @@ ASKED = (
     *("shared_expert_intermediate_size", "linear_num_key_heads", "linear_num_value_heads"),
     *("linear_key_head_dim", "linear_value_head_dim", "no_rope_layer_interval"),
     *("original_max_position_embeddings", "partial_rotary_factor", "rope_local_base_freq"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("n_routed_experts", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"),
+    "routed_scaling_factor",
 )
+# Of latent attention, where head_dim is another name of qk_rope_head_dim for some.
+REFUSED = ("attention_bias", "mlp_bias", "head_dim")
+NEEDED = {"DeepseekV2ForCausalLM": {"num_experts_per_tok": 3}}  # has no default
 OTHER = {
     "mlp_only_layers": [1], "decoder_sparse_step": 2, "partial_rotary_factor": 0.25,
     "linear_key_head_dim": 32, "linear_value_head_dim": 64, "num_experts": 20,
     "num_local_experts": 20, "num_experts_per_tok": 3, "no_rope_layer_interval": 3,
     "linear_num_key_heads": 4, "linear_num_value_heads": 64, "max_window_layers": 2,
     "attn_logit_softcapping": 0.375, "final_logit_softcapping": 0.375,
+    "n_routed_experts": 64, "first_k_dense_replace": 2, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
 
 EPS = "rms_norm_eps", "layer_norm_eps", "norm_eps"
@@ -72,7 +79,8 @@ def types() -> Mapping[str, str]:
         auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     )
     found = {name: kind for table in tables for kind, name in table.items()}
-    return {name: found[name] for name in FAMILIES if name in found} | {"MiMoForCausalLM": "qwen2"}
+    several = {"MiMoForCausalLM": "qwen2", "DeepseekV3ForCausalLM": "deepseek_v3"}
+    return {name: found[name] for name in FAMILIES if name in found} | several
 
 
 def config_of(architecture: str, values: Mapping[str, Any]) -> Any:
@@ -83,16 +91,20 @@ def config_of(architecture: str, values: Mapping[str, Any]) -> Any:
 
 def cases(architecture: str) -> Iterator[dict[str, Any]]:
     """Sizes alone; all that the class has but each field; sizes and each field."""
-    default = config_of(architecture, in_place(architecture, SIZES)).get_text_config()
+    needed = SIZES | NEEDED.get(architecture, {})
+    default = config_of(architecture, in_place(architecture, needed)).get_text_config()
     said = SAID | {x: other(x, default) for x in ASKED if hasattr(type(default), x)}
     if not FAMILIES[architecture].windows:
         said.pop("use_sliding_window", None)  # those are refused
     if architecture.startswith("Olmo3"):  # 5.24 takes rope_theta for layers without a window alone
         del said["rope_theta"]
-    yield {**SIZES}
-    for field in said.keys() - SIZES:
+    if FAMILIES[architecture].layers.attention == "latent":
+        refused = (*REFUSED, *["norm_topk_prob"] * architecture.startswith("DeepseekV2"))
+        said = {x: value for x, value in said.items() if x not in refused}
+    yield {**needed}
+    for field in said.keys() - needed:
         yield {x: value for x, value in said.items() if x != field}
-        yield SIZES | {field: said[field]}
+        yield needed | {field: said[field]}
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -140,21 +152,27 @@ def test_published_shapes_are_those_that_transformers_reads(name: str, tmp_path:
     theirs = config_of(shape.architecture, values)
     text = theirs.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    num_kv_heads = text.num_key_value_heads
+    if shape.latent is not None:  # what pages keep, and what a query has
+        num_kv_heads, head_dim = 1, text.qk_nope_head_dim + text.qk_rope_head_dim
+        assert shape.latent.width == text.kv_lora_rank + text.qk_rope_head_dim
     eps = next(getattr(text, x) for x in EPS if hasattr(text, x))
     assert (
         shape.num_layers, shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim,
         shape.vocab_size, shape.rms_norm_eps, shape.tie_word_embeddings, shape.windows,
     ) == (
         text.num_hidden_layers, text.hidden_size, text.num_attention_heads,
-        text.num_key_value_heads, head_dim, text.vocab_size, eps, theirs.tie_word_embeddings,
+        num_kv_heads, head_dim, text.vocab_size, eps, theirs.tie_word_embeddings,
         wanted_windows(text),
     )  # fmt: skip
     check_rope(shape, text)
     if (experts := shape.experts) is not None:
         width = getattr(text, "moe_intermediate_size", 0) or text.intermediate_size
         found = experts.num_experts, experts.top_k, experts.width
-        assert found == (text.num_experts, text.num_experts_per_tok, width)
-        assert shape.is_sparse == (True,) * shape.num_layers
+        count = getattr(text, "n_routed_experts", 0) or text.num_experts
+        assert found == (count, text.num_experts_per_tok, width)
+        num_dense = values.get("first_k_dense_replace", 0)
+        assert shape.is_sparse == tuple(i >= num_dense for i in range(shape.num_layers))
     else:
         assert shape.intermediate_size == text.intermediate_size
 

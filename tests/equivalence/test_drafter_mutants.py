@@ -215,7 +215,8 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["dflash", *more("eagle", "eagle3", "mtp")])
+@pytest.mark.whole  # test_drafters.py has them, too
+@pytest.mark.parametrize("form", ["dflash", "eagle", "eagle3", "mtp"])
 def test_the_laws_hold(form: str, known: Known) -> None:
     obeys(known, form)
 

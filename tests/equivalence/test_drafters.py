@@ -47,11 +47,11 @@ FACTORS: dict[str, Any] = {
     "drawn": ("greedy", "seeded"),
 }
 Step = tuple[int, tuple[int, ...], int]  # position, drafts and tokens of a window
-# Two forms hold every value, and each other kind of them has one case.
+# Two forms hold every value, and another kind of them has one case.
 TWO = {**FACTORS, "form": ("eagle3", "dflash")}
 OTHERS = [
     (form, True, "pieces", True, 16, True, 23, "pulled in groups", "others", drawn)
-    for form, drawn in (("mtp", "greedy"), ("dflash mixed", "greedy"))
+    for form, drawn in (("mtp", "greedy"), *more(("dflash mixed", "greedy")))
 ]
 CASES = every(FACTORS) if whole else [*each_value(TWO), *OTHERS]
 

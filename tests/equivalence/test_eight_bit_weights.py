@@ -62,6 +62,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {**SIZES, "hidden_size": 192, "moe_intermediate_size": 128, "num_experts": 4,
          "num_experts_per_tok": 2, "mlp_only_layers": [0], "norm_topk_prob": True},
     ),
+    "latent": (  # matrices of queries and latents as one, a last block that is a part
+        "DeepseekV3",
+        {"vocab_size": 200, "hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 2,
+         "num_key_value_heads": 4, "first_k_dense_replace": 1, "q_lora_rank": 128,
+         "kv_lora_rank": 176, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64,
+         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+         "n_group": 2, "topk_group": 1},
+    ),
     "gated": (  # a gate in q_proj, delta nets
         "Qwen3Next",
         {**models.DELTA, "hidden_size": 192, "intermediate_size": 256, "num_experts": 0,
@@ -108,8 +116,7 @@ def linears(model: torch.nn.Module) -> dict[str, Any]:
     return {name.removesuffix(".weight"): each for name, each in found.items()}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.product(kind=tuple(KINDS), form=tuple(FORMS))
 def test_matrices_are_worth_what_the_files_are(kind: str, form: str) -> None:
     """Against the weights in f32, whose oracle is transformers (test_quantized_files)."""
     path = saved(kind, form)
@@ -220,6 +227,7 @@ def test_a_norm_that_quantises_leaves_what_one_leaves_that_does_not(
     assert all(map(torch.equal, found, stepped(models.load(saved(), eight=True))))
 
 
+@pytest.mark.whole  # of other models: test_dense_laws.py
 @pytest.mark.filterwarnings(r"ignore:::torch\.")  # of Dynamo
 def test_traced_layers_are_those_of_eager() -> None:
     dense_laws.check_traced(saved())
@@ -230,7 +238,7 @@ def test_traced_layers_are_those_of_eager() -> None:
     [
         ("experts", "fp8"),
         *in_whole(("qwen3", "fp8"), ("phi3", "channel"), ("phi3", "fp8"), ("gated", "block")),
-        *in_whole(("experts", "channel")),
+        *in_whole(("experts", "channel"), ("latent", "fp8"), ("latent", "channel")),
     ],
 )
 def test_two_ranks_equal_one(kind: str, form: str, tmp_path: Path) -> None:
@@ -317,7 +325,10 @@ REST = [(way,) for way in WAYS if way not in (*SHORT, "here")]
 @pytest.mark.parametrize("way", [*SHORT, *in_whole(*REST)])
 @pytest.mark.parametrize(
     ("kind", "form"),
-    [("qwen3", "fp8"), ("experts", "fp8"), *in_whole(("phi3", "channel"), ("gated", "block"))],
+    [
+        ("experts", "fp8"),
+        *in_whole(("qwen3", "fp8"), ("phi3", "channel"), ("gated", "block"), ("latent", "fp8")),
+    ],
 )
 def test_whatever_serves_a_request_changes_nothing(kind: str, form: str, way: str) -> None:
     assert served(kind, form, way) == alone(kind, form)
@@ -328,7 +339,7 @@ def test_with_kv_in_eight_bits_too() -> None:
     assert both[0] == both[1]
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-hybrid"])
+@pytest.mark.parametrize("name", one_in(2, ["tiny", "tiny-hybrid"]))
 def test_a_bundled_model_says_nearly_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mean KL of the next token's distribution over problems with their answers, in nats."""
     monkeypatch.setattr(models, "PAGE_SIZE", 16)

@@ -57,7 +57,7 @@ def decode_engine(pages: str, page_size: int) -> dict[str, object]:
 
 
 @pytest.mark.product(
-    place=("always", "never", "auto"),
+    place=("always", "auto", "never"),
     page_size=(16, 1, 64),
     max_prefill_tokens=(None, 23),
     num_groups=(1, 2),
@@ -117,7 +117,7 @@ def test_a_prefix_that_decode_holds_is_not_transferred() -> None:
         assert again.num_cached_tokens == num_known * 16
 
 
-@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize("mode", pairwise.one_in(2, ["always", "never"]))
 def test_a_second_turn_finds_what_was_computed_and_no_more(mode: str, alone: Running) -> None:
     """The last token of an answer has been drawn, and no step has computed its KV. Answers of
     every length modulo the page, so that this token is the last one of a page, too."""
@@ -169,7 +169,7 @@ def test_abort_at_any_moment_gives_everything_back(mode: str) -> None:
         assert len(client.generate([problem_ids(1)[0]], GREEDY)[0].tokens) > 0
 
 
-@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize("mode", pairwise.one_in(2, ["always", "never"]))
 def test_a_router_is_told_who_has_a_row(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first step that it is in; who waits for a row is told of by nothing."""
     told: list[tuple[str, bool]] = []  # of each chunk: whose, and whether it has tokens

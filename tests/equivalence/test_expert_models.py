@@ -33,9 +33,9 @@ def test_logits_and_greedy_ids_equal_transformers(case: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("case", "division"),
     [
-        *(("qwen3-moe-mixed", "tensor"), ("qwen3-next-moe", "expert")),
+        *(("qwen3-moe-mixed", "tensor"), ("qwen3-moe-mixed", "expert")),
         *in_whole(
-            *(("qwen3-moe-mixed", "expert"), ("qwen3-next-moe", "tensor")),
+            *(("qwen3-next-moe", "expert"), ("qwen3-next-moe", "tensor")),
             *(("mixtral", "expert"), ("mixtral", "tensor")),
         ),
     ],

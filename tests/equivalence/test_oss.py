@@ -109,12 +109,14 @@ def test_whatever_serves_a_request_changes_nothing(form: str, way: str) -> None:
     assert dense_laws.served(path, WAYS[way]) == dense_laws.greedy(reference)
 
 
-@pytest.mark.parametrize("chunks", ["pieces", *in_whole(("whole",))])
+@pytest.mark.whole  # of other models: test_dense_laws.py
+@pytest.mark.parametrize("chunks", ["pieces", "whole"])
 def test_replays_change_nothing(chunks: str) -> None:
     path, reference = saved("mxfp4")
     dense_laws.check_replays(path, dense_laws.greedy(reference), chunks)
 
 
+@pytest.mark.whole
 def test_a_chain_that_is_fed_by_the_layers_changes_nothing(tmp_path: Path) -> None:
     """As published EAGLE-3 drafters for it: Llama's layer, which taps three of the target's."""
     path, reference = saved("mxfp4")

@@ -52,7 +52,14 @@ HARMLESS = {
 }
 ROTATED = {"transform_config": {"config_groups": {"R3": {"apply": [{"location": "q_attn"}]}}}}
 FUSED = {"hidden_size": 192, "intermediate_size": 160, "pad_token_id": 0, "num_hidden_layers": 1}
-CASES = {"qwen3": ("Qwen3", SIZES), "phi3": ("Phi3", FUSED)}
+LATENT = {  # whose keys and values are made of halves of one matrix, blocks that are a part too
+    "hidden_size": 192, "intermediate_size": 160, "num_hidden_layers": 2, "num_key_value_heads": 4,
+    "first_k_dense_replace": 2, "q_lora_rank": 128, "kv_lora_rank": 144, "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16, "v_head_dim": 32,
+}  # fmt: skip
+CASES = {
+    "qwen3": ("Qwen3", SIZES), "phi3": ("Phi3", FUSED), "deepseek-v3": ("DeepseekV3", LATENT),
+}  # fmt: skip
 
 
 def write(path: Path, **fields: Any) -> None:
@@ -77,7 +84,8 @@ def published(
     held = apart(load_file(path / "model.safetensors"))
     kept = {} if reference is None else dict(reference.named_parameters())
     scales = {}
-    taken = [each for each in held if each.endswith("proj.weight") and not each.startswith(left)]
+    ends = "proj.weight", "proj_with_mqa.weight"
+    taken = [each for each in held if each.endswith(ends) and not each.startswith(left)]
     for name in taken:
         values, found = held[name], []
         rows, columns = values.shape

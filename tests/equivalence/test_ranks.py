@@ -92,7 +92,7 @@ def of_one_rank(drafter: str, *, plain: bool = False) -> list[Answer]:
 # With 4, two ranks have copies of each kv head.
 @pytest.mark.parametrize(
     ("drafter", "tp"),
-    [("chain", 2), ("ngram", 2), *pairwise.more(("dflash", 4), ("none", 2), ("none", 4))],
+    [("chain", 2), *pairwise.more(("ngram", 2), ("dflash", 4), ("none", 2), ("none", 4))],
 )
 def test_several_ranks_answer_like_one(drafter: str, tp: int) -> None:
     with running(sections(drafter, "never"), num_prefill=0, decode_tp=tp) as cluster:

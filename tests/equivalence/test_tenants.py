@@ -184,7 +184,7 @@ MUTANTS: dict[str, tuple[Any, str, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", one_in(4, MUTANTS))
+@pytest.mark.parametrize("name", one_in(8, MUTANTS))
 def test_a_mutant_is_red(tenants: Tenants, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change(monkeypatch, *MUTANTS[name])
     if name == "of the body alone":

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.engines import Running, running, value
 from tests.support.laws import ids, sections
+from tests.support.pairwise import one_in
 from tests.support.patience import until
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
@@ -128,7 +129,7 @@ class Disturbed(PageStore):
     """A store before which calls can be held up, or fail. act: called by `get` before it asks."""
 
     def __init__(self, inner: PageStore) -> None:
-        self.name, self.every, self.inner = inner.name, inner.every, inner
+        self.name, self.every, self.run, self.inner = inner.name, inner.every, inner.run, inner
         self.before_get: Callable[[bytes], None] = lambda key: None
         self.on_taken: Callable[[memoryview], None] = lambda view: None
         self.before_put: Callable[[], None] = lambda: None
@@ -153,8 +154,8 @@ class Disturbed(PageStore):
 
         self.inner.get(key, taken)
 
-    def forget(self, key: bytes = b"") -> int:
-        return self.inner.forget(key)
+    def forget(self, key: bytes = b"") -> None:
+        self.inner.forget(key)
 
     def close(self) -> None:
         self.inner.close()
@@ -219,7 +220,7 @@ def test_a_store_that_hangs_holds_nobody_up(expected) -> None:
         assert not row.has(next(iter(store.inner._used)))  # type: ignore[attr-defined]
         hangs.set()
         store.before_get = lambda key: None
-        until(lambda: not row._loads and not row._is_busy)
+        until(lambda: not row._loads and not row._num_busy)
         assert [ids(cluster.answers([each], GREEDY))[0] for each in prompts()] == expected
 
 
@@ -313,7 +314,7 @@ def test_lengths_around_every_boundary_of_pages(expected, alone: Running) -> Non
             assert after - before == (length - 1) // PAGE * PAGE
 
 
-@pytest.mark.parametrize("kind", ["host", "disk"])
+@pytest.mark.parametrize("kind", one_in(2, ["host", "disk"]))
 def test_ranks_keep_and_bring_their_own_heads(kind: str, expected, tmp_path: Path) -> None:
     """Law 7: one process decides; a rank that copies late delays, and disagrees with nobody."""
     tier = HOST if kind == "host" else {"directory": str(tmp_path / "tier")}
@@ -325,7 +326,7 @@ def test_ranks_keep_and_bring_their_own_heads(kind: str, expected, tmp_path: Pat
         assert value(engine_of(cluster).metrics.tier_tokens(kind)) > cold / 2
 
 
-@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("mode", one_in(2, ["always", "never"]))
 def test_snapshots_of_recurrent_layers_come_with_their_pages(mode: str, tmp_path: Path) -> None:
     """Law 10: both at the same end of a text, or neither."""
 

@@ -15,7 +15,7 @@ from tests.equivalence.test_dense_laws import sections
 from tests.equivalence.test_hybrid_mutants import mutate
 from tests.support.dense_families import WINDOWED
 from tests.support.lockstep import DECODE, PREFILL, Ask, Lockstep
-from tests.support.pairwise import one_in
+from tests.support.pairwise import in_whole, one_in
 from tests.support.places import place
 from tests.unit import test_decode_scheduler as decode
 from tests.unit import test_prefill_scheduler as prefill
@@ -119,7 +119,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "way",
-    ["here", "pulled, ngram", "preempted", pytest.param("here, whole", marks=pytest.mark.whole)],
+    ["pulled, ngram", "preempted", *in_whole(("here",), ("here, whole",))],
 )
 def test_pages_of_rows_stay_flat_beyond_the_window_and_no_token_changes(way: str) -> None:
     ids, most = serve("mistral-window", **WAYS[way])

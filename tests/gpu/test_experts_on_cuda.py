@@ -14,6 +14,7 @@ from worker.ops.experts.route import new_load, route, route_ref
 pytestmark = pytest.mark.gpu(1)
 SIZE, SHAPE = 2048, ExpertShape(128, 8, 768, renormalizes=True)
 WIDE = ExpertShape(512, 10, 128, renormalizes=True)
+WHOLE = ExpertShape(64, 6, 128, renormalizes=False)  # of all scores
 ALL = Held(0, SHAPE.num_experts)
 COUNTS = [1, 2, 7, 16, 17, 64, 65, 128, 200, 256, 500, 1024, 2048]
 
@@ -62,7 +63,7 @@ def test_a_row_is_the_same_alone_in_any_batch_order_and_padding(weights) -> None
     assert not behind[0][300:].any()
 
 
-@pytest.mark.parametrize("shape", [SHAPE, WIDE], ids=["128 experts", "512 experts"])
+@pytest.mark.parametrize("shape", [SHAPE, WIDE, WHOLE], ids=["128", "512", "64"])
 @pytest.mark.parametrize("count", COUNTS)
 def test_routes_are_the_reference_s(shape: ExpertShape, count: int) -> None:
     x = tokens(count)

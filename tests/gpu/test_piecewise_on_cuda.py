@@ -16,7 +16,7 @@ from tests.support import chunks
 from tests.support.chunks import Bench, Uncaptured
 from worker.run.compiled import TracedForward
 from worker.run.eager import EagerChunks
-from worker.run.piecewise import PiecewiseChunks
+from worker.run.piecewise import MAX_FAR, PiecewiseChunks
 from worker.run.segments import GraphMemory
 
 torch = pytest.importorskip("torch")
@@ -24,6 +24,7 @@ OF_DYNAMO = r"ignore:::torch\.", "ignore:TensorFloat32", "ignore:.*lru_cache"
 pytestmark = [pytest.mark.gpu(1), pytest.mark.filterwarnings(*OF_DYNAMO)]
 
 MAX_TOKENS = 600
+SHORT_KEYS = 640
 BUCKETS = (16, 48, 64, 256, 512, MAX_TOKENS)
 SETUPS = (
     "float32-triton", "bfloat16-triton", "bfloat16-flashinfer", "bfloat16-triton-long",
@@ -67,6 +68,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
     if kind == "flashinfer" and find_spec("flashinfer") is None:
         pytest.skip("flashinfer is not installed")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("worker.step.buffers.SHORT_KEYS", SHORT_KEYS)
         if long:
             patch.setattr("worker.step.buffers.LONG_STEP_TOKENS", 64)
             patch.setattr("worker.step.buffers.MAX_LAST_TOKEN_ROWS", 4)
@@ -76,36 +78,43 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
         made.engine.close()
 
 
+def skip_unless_captured(bench: Bench, fixed: int) -> None:
+    if (16, (0, *bench.runner.loaded.buffers.fixed_lens)[fixed]) not in bench.runner.captured:
+        pytest.skip("this backend plans on the host")
+
+
 def test_every_bucket_was_compared_at_the_start(bench: Any) -> None:
     checks = [check for check in bench.checks if check.kind != "decode"]
-    for kind in ("prefill", "prefill_full"):
-        compared = [check.bucket for check in checks if check.kind == kind]
-        assert compared == [each.num_tokens for each in bench.runner.buckets] or not compared
+    for kind in {check.fixed_len for check in checks}:
+        most = MAX_FAR if kind > SHORT_KEYS else MAX_TOKENS
+        sizes = [each.num_tokens for each in bench.runner.buckets if each.num_tokens <= most]
+        assert [check.bucket for check in checks if check.fixed_len == kind] == sizes
     assert checks
     assert all(check.equal for check in checks)
-    segments = {each.num_segments for each in bench.runner.piecewise.values()}
-    assert segments == {bench.engine.shape.num_layers + 1}
-    assert {each.num_segments for each in bench.runner.full.values()} <= {2, 3}
+    for (_, fixed_len), captured in bench.runner.captured.items():
+        wanted = {2, 3} if fixed_len else {bench.engine.shape.num_layers + 1}
+        assert captured.num_segments in wanted
 
 
 @pytest.mark.parametrize(
-    ("num_reqs", "fixed_shape"), [(1, False), (3, False), (12, False), (1, True), (4, True)]
+    ("num_reqs", "fixed"), [(1, 0), (3, 0), (12, 0), (1, 1), (4, 1), (1, 2), (4, 2)]
 )
-@pytest.mark.parametrize("prefix", [0, 37])
-def test_replays_equal_eager_at_the_same_padded_shape(bench, num_reqs, prefix, fixed_shape) -> None:
+@pytest.mark.parametrize("prefix", [0, 37, 150])
+def test_replays_equal_eager_at_the_same_padded_shape(bench, num_reqs, prefix, fixed) -> None:
     """Hidden states and KV, bit for bit; a second replay; canary pages."""
-    if fixed_shape and not bench.runner.full:
-        pytest.skip("this backend plans on the host")
+    skip_unless_captured(bench, fixed)
+    if fixed == 1 and prefix > SHORT_KEYS - max(BUCKETS):
+        pytest.skip("too long for this graph")
     if bench.engine.runner.loaded.buffers.max_reqs(64) < num_reqs:
         pytest.skip("long steps of so many requests are eager")
-    chunks.check_laws(bench, BUCKETS, num_reqs, prefix, fixed_shape=fixed_shape)
+    buckets = [size for size in BUCKETS if fixed < 2 or size <= MAX_FAR]
+    chunks.check_laws(bench, buckets, num_reqs, prefix, fixed=fixed)
 
 
-@pytest.mark.parametrize("fixed_shape", [False, True])
-def test_what_padding_reads_and_leaves_changes_nothing(bench: Any, fixed_shape: bool) -> None:
-    if fixed_shape and not bench.runner.full:
-        pytest.skip("this backend plans on the host")
-    chunks.check_padding(bench, chunks.layouts(50, 3, 20), 64, fixed_shape=fixed_shape)
+@pytest.mark.parametrize("fixed", [0, 1, 2])
+def test_what_padding_reads_and_leaves_changes_nothing(bench: Any, fixed: int) -> None:
+    skip_unless_captured(bench, fixed)
+    chunks.check_padding(bench, chunks.layouts(50, 3, 20), 64, fixed=fixed)
 
 
 def test_what_others_allocate_changes_nothing(bench: Any) -> None:

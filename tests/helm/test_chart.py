@@ -22,6 +22,7 @@ from tests.helm.charts import (
     changed,
     described,
     documents,
+    parsed,
     rendered,
     template,
     tool,
@@ -110,6 +111,9 @@ REFUSED = (
     ("{model: {source: hf, hf: {name: a/b}}, config: {model: {path: c}}}", "config.model.path"),
     ("model: {source: hf}", "model.hf.name"),
     ("model: {source: pvc}", "model.pvc.existingClaim"),
+    ("tier: {volume: pvc}", "tier.pvc.existingClaim"),
+    ("tier: {volume: hostPath}", "tier.hostPath.path"),
+    ("{tier: {volume: emptyDir}, config: {kv: {tier: {directory: /a}}}}", "tier.volume.*remove"),
     ("config: {transport: {name: shm}}", "config.transport"),
     ("prefill: {rdma: {enabled: true}}", "prefill.rdma.enabled.*TCP.*kind: rdma"),
     ("config: {cluster: {drain_timeout_s: 600}}", "terminationGracePeriodSeconds"),
@@ -212,6 +216,40 @@ def test_a_pod_of_several_gpus_holds_all_ranks_of_its_worker() -> None:
     assert "--set=decode.tp=4 \\\n  --set=decode.num_cpus=2 --set=decode.num_gpus=1" in serve
     assert f'decode.resources={{"{resource[0]}": 1}}' in serve
     assert "--set=prefill.tp=1" in serve
+
+
+@pytest.mark.parametrize(
+    ("values", "volume"),
+    [
+        ("volume: emptyDir, emptyDir: {sizeLimit: 1Ti}", {"emptyDir": {"sizeLimit": "1Ti"}}),
+        (
+            "volume: pvc, pvc: {existingClaim: kv}",
+            {"persistentVolumeClaim": {"claimName": "kv"}},
+        ),
+        (
+            "volume: hostPath, hostPath: {path: /mnt/nvme}",
+            {"hostPath": {"path": "/mnt/nvme", "type": "Directory"}},
+        ),
+    ],
+)
+@pytest.mark.parametrize("layout", ["role", "node"])
+def test_workers_alone_have_the_volume_of_the_tier(
+    layout: str, values: str, volume: dict[str, Any]
+) -> None:
+    """The directory lies below it: a mount's own mode is not the worker's to choose."""
+    done = template(values=f"{{workers: {{layout: {layout}}}, tier: {{{values}}}}}")
+    assert done.returncode == 0, done.stderr
+    pods = Render(parsed(done.stdout)).components()
+    have: dict[str, Any] = {}
+    for component, pod in pods.items():
+        for mount in pod["containers"][0].get("volumeMounts", []):
+            if mount["name"] == "tier":
+                have[component] = mount["mountPath"]
+                assert {"name": "tier", **volume} in pod["volumes"]
+    workers = ("prefill", "decode") if layout == "role" else ("node",)
+    assert have == dict.fromkeys(workers, "/var/cache/kvlane")
+    serve = pods["serve"]["containers"][0]["args"][0]
+    assert "--set=kv.tier.directory=/var/cache/kvlane/kv" in serve
 
 
 @pytest.mark.parametrize("name", NAMES)

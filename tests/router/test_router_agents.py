@@ -11,7 +11,7 @@ import pytest
 from llguidance import LLTokenizer
 
 from router.text.tokenizer import Text
-from tests.clients.agents import Agent, calls, lacks
+from tests.clients.coding import Agent, calls, lacks
 from tests.clients.relay import Exchange
 from tests.fault.router_doubles import QWEN, Served
 from tests.support.call_checks import accepts

@@ -15,6 +15,7 @@ from router.text import bounded
 from router.text.bounded import Bounds
 from router.text.forms.schema import GROUPS, NAMED, SINGLE
 from router.text.grammar import composed, schema_part
+from tests.support.pairwise import whole
 from tests.support.prompts import accepts as grammar_accepts
 from tests.support.prompts import ll_tokenizer
 
@@ -164,7 +165,7 @@ ANY_JSON = st.recursive(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600 if whole else 150)
 @given(ANY_JSON, st.booleans())
 def test_any_json_is_a_schema_or_the_request_s_fault(schema: Any, as_text: bool) -> None:
     given = json.dumps(schema) if as_text else schema

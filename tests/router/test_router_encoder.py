@@ -14,6 +14,7 @@ from router.observe.metrics import RouterMetrics
 from router.text import encoder
 from router.text.encoder import Encoder, cut_pattern
 from router.text.tokenizer import Text
+from tests.support.pairwise import whole
 from tests.support.prompts import TINY
 from tests.support.tokenizer_kinds import END, MAKERS, START, encode_by, made, texts
 
@@ -28,7 +29,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-@settings(max_examples=150)
+@settings(max_examples=150 if whole else 40)
 @given(texts, st.booleans())
 def test_tokens_are_those_of_the_whole_text(kind: str, text: str, adds: bool) -> None:
     tokenizer, known = made(kind)

@@ -28,7 +28,7 @@ def test_which_kinds_it_can_read(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(MAKERS.keys() - SLOW))
-@settings(max_examples=3000 if whole else 150)
+@settings(max_examples=3000 if whole else 50)
 @given(texts)
 def test_its_ids_are_those_of_tokenizers(kind: str, text: str) -> None:
     if kind not in BOTH:

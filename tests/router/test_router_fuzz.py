@@ -22,9 +22,10 @@ from tests.fault.router_doubles import (
     wait_until,
 )
 from tests.support.mutants import judge, mutants, seeds
+from tests.support.pairwise import whole
 from worker.api import MAX_LOGPROBS, FinishReason, Generate, WorkerStats
 
-NUM_BODIES = 3_000  # a real cluster gets more: tests/fault/fuzz_http.py
+NUM_BODIES = 3_000 if whole else 800  # a real cluster gets more: tests/fault/fuzz_http.py
 NUM_AT_ONCE = 16
 MAX_BODY_BYTES = 100_000
 ROOM = WorkerStats(max_num_reqs=10_000, num_free_pages=100_000, num_pages=100_000)

@@ -31,6 +31,7 @@ from tests.router.parser_cases import (
     thinking,
     through,
 )
+from tests.support.pairwise import whole
 
 BEGINNINGS = [  # of no call
     *product(
@@ -56,7 +57,7 @@ def test_answers_are_taken_apart(
     assert parts(through(make, text, seed)) == expected
 
 
-@settings(max_examples=200)
+@settings(max_examples=200 if whole else 50)
 @given(st.data(), st.integers(0, 1000))
 @pytest.mark.parametrize("make", PIECES, ids=name_of)
 def test_no_cut_changes_anything(

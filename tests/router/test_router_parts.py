@@ -303,7 +303,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("bench", [(), (MARK, "</tool_call>")], indirect=True, ids=len)
 def test_parts_and_their_order_are_the_same(bench: Bench) -> None:
-    law(bench, None if pairwise.whole else 250)
+    law(bench, None if pairwise.whole else 100)
 
 
 MUTANTS = {

@@ -74,15 +74,16 @@ def test_a_turn_leaves_a_hot_worker_and_one_that_is_gone() -> None:
 def test_routers_agree_by_what_workers_tell() -> None:
     """Each turn comes to another router, and finds its session where the turn before was."""
     routers, decode = [Sessions() for _ in range(3)], workers(4)
+    known = [workers(4) for _ in routers]
     turns: dict[str, list[tuple[int, str]]] = {known.peer: [] for known in decode}
     for number in range(200):
         name, router = f"s{number % 20}", routers[(number + number // 20) % 3]
         peer, where = turn(router, name, decode)
         turns[peer].append((number + 1, name))
         assert where == ("new" if number < 20 else "home"), number
-        for each in routers:
-            for known in decode:
-                each.heard(known.peer, turns[known.peer][-8:])
+        for each, its_own in zip(routers, known, strict=True):
+            for worker in its_own:
+                each.heard(worker, turns[worker.peer][-8:])
     assert [len(each) for each in routers] == [20] * 3
 
 
@@ -100,14 +101,14 @@ def test_routers_that_know_the_same_place_a_session_alike() -> None:
 def test_what_a_worker_tells_late_does_not_win_over_a_turn_under_way() -> None:
     sessions, decode = Sessions(), workers(2)
     home, _ = turn(sessions, "owner/s", decode)
-    (away,) = {known.peer for known in decode} - {home}
+    (away,) = (known for known in decode if known.peer != home)
     sessions.begin("owner/s")
     sessions.heard(away, [(1, "owner/s")])
     sessions.end("owner/s")
     sessions.heard(away, [(1, "owner/s")])
     assert turn(sessions, "owner/s", decode) == (home, "home")
     sessions.heard(away, [(1, "owner/s"), (2, "owner/s")])
-    assert turn(sessions, "owner/s", decode) == (away, "home")
+    assert turn(sessions, "owner/s", decode) == (away.peer, "home")
 
 
 def test_a_busy_worker_gets_no_new_session() -> None:
@@ -216,9 +217,57 @@ def test_ttl_is_what_was_asked_for(url: str, double: DecodeDouble, ids: tuple[in
     assert asked(url, double, json=HELLO | {"cache_ttl": 3}).keep_s == 3, "also of no session"
 
 
+def test_ttl_of_openai_s_and_anthropic_s_forms(
+    url: str, double: DecodeDouble, ids: tuple[int, ...]
+) -> None:
+    """The longest that any part of a message asks for; `cache_ttl` says it in seconds, and wins."""
+    double.script = speak(ids, kept=True)
+    asks = {"prompt_cache_options": {"ttl": "30m", "mode": "implicit"}}
+    told = asked(url, double, json=HELLO | asks)
+    assert (told.keep_s, bool(told.session)) == (1800, True)
+    assert asked(url, double, json=HELLO | asks | {"cache_ttl": 7}).keep_s == 7
+    response = {"model": "small", "input": "hello", "store": False}
+    assert asked(url, double, path="responses", json=response | asks).keep_s == 1800
+
+    def part(ttl: str | None) -> dict[str, Any]:
+        control = {"type": "ephemeral"} | ({"ttl": ttl} if ttl else {})
+        return {"type": "text", "text": "hello", "cache_control": control}
+
+    def message(ttl: str | None, **fields: Any) -> float:
+        body = HELLO | {"messages": [{"role": "user", "content": [part(ttl)]}], **fields}
+        return asked(url, double, path="messages", json=body | {"session_id": "s"}).keep_s
+
+    assert message("5m") == 300
+    assert message("5m", system=[part("1h")]) == message("1h", system=[part("5m")]) == 3600
+    assert message("1h", cache_ttl=7) == 7
+    assert message(None, cache_control={"type": "ephemeral", "ttl": "5m"}) == 300
+    assert message(None, prompt_cache_options={"ttl": "12h"}) == 43_200
+    assert message(None) <= UNKNOWN_S
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a",
+            "cache_control": {"ttl": "2h"}}]}]}, "messages.0.content.0.cache_control.ttl"),
+        ({"system": [{"type": "text", "text": "a", "cache_control": {"ttl": 300}}]},
+            "system.0.cache_control.ttl"),
+        ({"tools": [{"name": "f", "input_schema": {}, "cache_control": {"ttl": []}}]},
+            "tools.0.cache_control.ttl"),
+        ({"cache_control": {"ttl": "10m"}}, "cache_control.ttl"),
+    ],
+)  # fmt: skip
+def test_mistakes_of_messages_name_the_part(url: str, fields: dict[str, Any], param: str) -> None:
+    response = httpx.post(f"{url}/v1/messages", json=HELLO | fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(f"{param}: must be 5m or 1h")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_cache_options": {"ttl": "31m"}}, "prompt_cache_options.ttl"),
+        ({"prompt_cache_options": "30m"}, "prompt_cache_options"),
         ({"cache_ttl": -1}, "cache_ttl"),
         ({"cache_ttl": 1e9}, "cache_ttl"),
         ({"session_id": 5}, "session_id"),

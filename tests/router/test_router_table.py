@@ -85,6 +85,7 @@ OF_CHAT: dict[str, Any] = {
     "modalities": ["audio"], "audio": {"voice": "a"}, "prediction": {"content": "a"},
     "verbosity": "low", "web_search_options": {"a": 1}, "safety_identifier": "a",
     "prompt_cache_key": "a", "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"ttl": "30m"},
 }  # fmt: skip
 OF_TEXT: dict[str, Any] = {
     "logprobs": 2, "echo": True, "suffix": "b", "best_of": 2, "prompt_embeds": "a",
@@ -104,6 +105,7 @@ OF_RESPONSE: dict[str, Any] = {
         "include_obfuscation": False}, "enable_response_messages": True,
     "previous_input_messages": [{"role": "user"}], "previous_response": {"id": "a"},
     "prompt_cache_key": "a", "prompt_cache_retention": "24h", "safety_identifier": "a",
+    "prompt_cache_options": {"ttl": "30m"},
 }  # fmt: skip
 OF_MESSAGE: dict[str, Any] = {
     "model": "small", "max_tokens": 4, "metadata": {"user_id": "a"}, "stop_sequences": ["x"],
@@ -195,7 +197,7 @@ def without(fates: dict[str, str], both: Collection[str]) -> dict[str, str]:
 
 def test_the_table_has_every_field_of_our_own_bodies() -> None:
     ours = {"messages", "prompt", "return_stages", "return_resumes", "return_trace", "cache_ttl"}
-    ours |= {"prompt_cache_key"}  # OpenAI has it of chats and responses alone
+    ours |= {"prompt_cache_key", "prompt_cache_options"}  # of chats and responses alone
     ours |= {"input", "previous_response_id", "thread"}  # the last two need what is kept
     for path, own in OWN.items():
         assert set(BODIES[path].model_fields) - ours <= own.keys()

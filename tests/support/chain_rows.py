@@ -1,13 +1,14 @@
 """One request's draft rows, run by a chain drafter over pages of its own."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from worker.attention.base import AttentionShape
-from worker.attention.reference import ReferenceAttention
-from worker.cache.layout import KVLayout, KVRegion
+from worker.attention.build import build_attentions
+from worker.cache.layout import KVLayout
 from worker.cache.pool import KVPool
-from worker.config.checkpoint.mask import KeyMask
+from worker.drafts.build import FROM_KEY_1, regions
 from worker.drafts.chain import ChainDrafter
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
@@ -20,18 +21,17 @@ class ChainRows:
     """The region "draft" of a drafter, filled with NaN."""
 
     def __init__(self, drafter: ChainDrafter) -> None:
-        size, heads, dtype = drafter.shape.head_dim, drafter.heads, drafter.placement.dtype
-        name = str(dtype).removeprefix("torch.")
-        region = KVRegion("draft", 1, heads.num_kv_heads, size, 1, PAGE_SIZE, name)
+        name = str(drafter.placement.dtype).removeprefix("torch.")
+        whole, _ = regions(drafter.shape, PAGE_SIZE, name)
+        region = replace(whole, num_kv_heads=drafter.heads.num_kv_heads)
         self.drafter = drafter
         self.pool = KVPool(KVLayout((region,)), NUM_PAGES, drafter.placement.device)
         self.caches = self.pool.layer(0, "draft")
         for cache in self.caches:
             cache.fill_(float("nan"))
-        shape = AttentionShape(
-            heads.num_heads, heads.num_kv_heads, size, size**-0.5, KeyMask(first_key=1), "draft"
-        )
-        self._attention = ReferenceAttention(self.pool, shape)
+        shape = replace(drafter.attention.attended(), mask=FROM_KEY_1, region="draft")
+        names = {"prefill": "reference", "decode": "reference"}
+        self._attention = build_attentions(names, self.pool, shape).decode
 
     def store(self, first: int, ids: Tensor, g: Tensor) -> None:
         """Rows for slots `first` and on."""

@@ -120,10 +120,11 @@ def poison(bench: Bench) -> None:
     buffers, runner = bench.engine.runner.loaded.buffers, bench.runner
     buffers._chunk.fill_(1 << 40)
     buffers._staging.words.fill_(1 << 20)
-    buffers._tables.fill_(1 << 20)
+    for tables in buffers._tables.values():
+        tables.fill_(1 << 20)
     buffers._last_token_rows.fill_(1 << 40)
     runner.embedded.fill_(float("nan"))
-    for captured in (*runner.piecewise.values(), *runner.full.values()):
+    for captured in runner.captured.values():
         captured.made.fill_(float("nan"))
 
 
@@ -206,11 +207,12 @@ class Bench:
             used += num
         return free[:used]
 
-    def batch(self, layout: Layout, num_rows: int, *, fixed_shape: bool = False) -> Batch:
-        """The layout's batch, padded to `num_rows`; see BatchBuffers.chunks."""
+    def batch(self, layout: Layout, num_rows: int, *, fixed: int = 0) -> Batch:
+        """The layout's batch, padded to `num_rows`, requests to the `fixed`-th of `fixed_lens`."""
         self.set_pages(layout)
         buffers = self.engine.runner.loaded.buffers
-        return buffers.chunks(self.plan(layout), num_rows, fixed_shape=fixed_shape)
+        fixed_len = (0, *buffers.fixed_lens)[fixed]
+        return buffers.chunks(self.plan(layout), num_rows, fixed_len=fixed_len)
 
     @torch.inference_mode()
     def run(
@@ -219,12 +221,12 @@ class Bench:
         layout: Layout,
         num_rows: int,
         *,
-        fixed_shape: bool = False,
+        fixed: int = 0,
     ) -> tuple[Tensor, ...]:
         """Hidden states of real rows, then the bits of all pages but the sink's."""
         fill(self)
         num_tokens = sum(count for _, count in layout)
-        hidden, self.path = launch(self.batch(layout, num_rows, fixed_shape=fixed_shape))
+        hidden, self.path = launch(self.batch(layout, num_rows, fixed=fixed))
         hidden = hidden[:num_tokens].clone()
         return hidden, *(bits(cache).clone() for cache in self.caches())
 
@@ -232,11 +234,11 @@ class Bench:
 def bench_of(engine: Engine, runner: PiecewiseChunks) -> Bench:
     """Of a runner that has captured; no bucket is missing because it did not win."""
     for bucket in runner.buckets:
-        if bucket.num_tokens not in runner.piecewise or bucket.num_tokens not in runner.full:
-            with torch.inference_mode():
-                runner.capture_bucket(bucket)
-        bucket.piecewise, bucket.piecewise_ms, bucket.full_ms = True, 0.0, 0.0
-        bucket.full = bucket.num_tokens in runner.full
+        with torch.inference_mode():
+            runner.capture_bucket(bucket)
+        bucket.piecewise, bucket.piecewise_ms = True, 0.0
+        kinds = (kind for size, kind in runner.captured if size == bucket.num_tokens and kind)
+        bucket.full_ms = dict.fromkeys(kinds, 0.0)
     return Bench(engine, EagerChunks(engine.runner.loaded), runner)
 
 
@@ -251,16 +253,16 @@ def fill(bench: Bench) -> None:
 
 
 def check_laws(
-    bench: Bench, buckets: Sequence[int], num_reqs: int, prefix: int, *, fixed_shape: bool
+    bench: Bench, buckets: Sequence[int], num_reqs: int, prefix: int, *, fixed: int
 ) -> None:
     """Equal bit for bit at the same padded shape, and pages of nobody else change."""
     ran: list[tuple[Any, ...]] = []
     for bucket in buckets:
         for count in counts_of(bucket):
             layout = layouts(count, num_reqs, prefix)
-            wanted = bench.run(bench.eager.launch, layout, bucket, fixed_shape=fixed_shape)
-            found = bench.run(bench.runner.launch, layout, bucket, fixed_shape=fixed_shape)
-            assert bench.path == ("graph" if fixed_shape else "piecewise")
+            wanted = bench.run(bench.eager.launch, layout, bucket, fixed=fixed)
+            found = bench.run(bench.runner.launch, layout, bucket, fixed=fixed)
+            assert bench.path == ("graph" if fixed else "piecewise")
             what = f"{count} of {bucket} tokens, {len(layout)} requests, prefix {prefix}"
             assert not wanted[0].isnan().any(), what
             assert torch.equal(wanted[0], found[0]), f"hidden: {what}"
@@ -269,20 +271,18 @@ def check_laws(
             check_canary(bench, layout, found[1:])
             ran.append((layout, bucket, found[0]))
     for layout, bucket, hidden in ran[::-1]:  # each again, behind another one
-        assert torch.equal(
-            bench.run(bench.runner.launch, layout, bucket, fixed_shape=fixed_shape)[0], hidden
-        )
+        assert torch.equal(bench.run(bench.runner.launch, layout, bucket, fixed=fixed)[0], hidden)
 
 
-def check_padding(bench: Bench, layout: Layout, num_rows: int, *, fixed_shape: bool) -> None:
+def check_padding(bench: Bench, layout: Layout, num_rows: int, *, fixed: int) -> None:
     """What padding reads, and what it leaves in the sink, changes nothing."""
     launch = bench.runner.launch
-    clean = bench.run(launch, layout, num_rows, fixed_shape=fixed_shape)
+    clean = bench.run(launch, layout, num_rows, fixed=fixed)
     poison(bench)
     for i in range(bench.engine.shape.num_layers):
         for cache in bench.engine.pool.layer(i):
             cache[0].fill_(float("nan"))
-    again = bench.run(launch, layout, num_rows, fixed_shape=fixed_shape)
+    again = bench.run(launch, layout, num_rows, fixed=fixed)
     assert all(torch.equal(a, b) for a, b in zip(clean, again, strict=True))
     assert not clean[0].isnan().any()
 

@@ -56,11 +56,14 @@ LLAMA = (
 TEMPLATES: Mapping[str, Sequence[str]] = {
     "Command-R": ("CohereForAI-c4ai-command-r-plus-tool_use",),
     "Command-R7B and A": ("CohereForAI-c4ai-command-r7b-12-2024-tool_use",),
+    "DeepSeek-V2": (f"{OWN}deepseek_r1",),  # V2.5's calls are so
+    "DeepSeek-V3, R1 and Kimi-K2": (f"{OWN}deepseek_v31", f"{OWN}deepseek_r1", f"{OWN}kimi_k2"),
     "EXAONE 4": (f"{OWN}hermes",),
     "Gemma 2": ("google-gemma-2-2b-it",),
     "Gemma 3 (text)": ("gemma3",),
     "GLM-4-0414": (f"{OWN}glm",),
     "GLM-4-chat-hf": (f"{OWN}glm",),
+    "GLM-4.7-Flash": (f"{OWN}glm45",),
     "gpt-oss": ("openai-gpt-oss-120b",),
     "Granite 3": ("ibm-granite-granite-3.3-2B-Instruct", f"{OWN}granite"),
     "Llama 2 and 3": LLAMA,

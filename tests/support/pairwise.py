@@ -52,9 +52,9 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
 
 
 def each_value(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """Fewer of those cases, that hold every value; the same ones each time."""
+    """As many cases as the longest factor has values, that hold every value; always the same."""
     left = {(name, value) for name, values in factors.items() for value in values}
-    rest, cases = pairwise(factors), list[Case]()
+    rest, cases = every(factors), list[Case]()
     while left:
         best = max(rest, key=lambda case: len(left.intersection(zip(factors, case, strict=True))))
         left.difference_update(zip(factors, best, strict=True))

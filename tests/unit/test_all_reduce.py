@@ -117,8 +117,10 @@ def types_of(world: int, pointers: dict[str, str], integers: str) -> dict[str, A
 if not INTERPRETED:
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
-    @pytest.mark.parametrize("pdl", [False, True])
-    @pytest.mark.parametrize(("world", "dtype"), [(2, "bf16"), (3, "fp16"), (8, "fp32")])
+    @pytest.mark.parametrize(
+        ("world", "dtype", "pdl"),
+        [(2, "bf16", False), (3, "fp16", True), *pairwise.in_whole((8, "fp32", True))],
+    )
     def test_the_kernels_compile_for_hopper_without_one(world: int, dtype: str, pdl: bool) -> None:
         layout = PeerLayout(world)
         options = {"launch_pdl": True} if pdl else {}

@@ -111,11 +111,12 @@ if not INTERPRETED:
             (draw, "DRAW_BLOCK"),
             (changes_triton, "STUCK_BLOCK"),
         ):
-            monkeypatch.setattr(module, name, 512)
+            monkeypatch.setattr(module, name, 512 if whole else 128)
         rows, changes = changed_rows(2, 1000, width)
         made = made_of(changes, 2, 1000, 0, dtype)
         with compiling(draw) as found, compiling(changes_triton) as more, compiling(draw_rows):
             draw.draw_triton(made, rows, "filtered", changes=changes)
+        assert "mul.hi.u32" in found["_draw_kernel"]
         for ptx in (found["_best_kernel"], more["_stuck_kernel"]):  # no other products of floats
             assert "mul.rn.f32" in ptx
             assert "div.rn.f32" in ptx

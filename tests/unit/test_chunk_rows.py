@@ -169,12 +169,12 @@ def test_any_plan_of_chunks_is_as_if_its_pages_had_come_first(order, monkeypatch
                 table[each.row, new] = 1 << 30  # no page that anybody may use
             buffers._staging.words.fill_(1)  # of uploads before: what follows this one's
             num_reqs, num_tokens = len(plan.chunks), sum(len(c.tokens) for c in plan.chunks)
-            fits = plan.max_seq_len_ub <= buffers.max_fixed_len
-            fixed_shape = num_reqs <= buffers.fixed_reqs and fits
-            padded = rng.randint(num_tokens, max_tokens) if fixed_shape or seed % 2 else 0
-            found = _copied(buffers.chunks(plan, padded, fixed_shape=fixed_shape))
+            fits = [most for most in buffers.fixed_lens if plan.max_seq_len_ub <= most]
+            fixed_len = rng.choice(fits) if num_reqs <= buffers.fixed_reqs else 0
+            padded = rng.randint(num_tokens, max_tokens) if fixed_len or seed % 2 else 0
+            found = _copied(buffers.chunks(plan, padded, fixed_len=fixed_len))
             lines = expected(
-                plan, wanted, padded or num_tokens, buffers.fixed_reqs if fixed_shape else num_reqs
+                plan, wanted, padded or num_tokens, buffers.fixed_reqs if fixed_len else num_reqs
             )
             width = len(found["page_table"][0])
             lines["page_table"] = [line[:width] for line in lines["page_table"]]
@@ -183,9 +183,11 @@ def test_any_plan_of_chunks_is_as_if_its_pages_had_come_first(order, monkeypatch
             assert torch.equal(table, wanted)
             per_row = Counter(chunk.row for chunk in plan.chunks)
             seen["shared"] += any(per_row[each.row] > 1 for each in plan.pages)
-            seen["fixed_shape"] += fixed_shape
+            seen["fixed"] += fixed_len > 0
+            seen["far"] += fixed_len > buffers.fixed_lens[0]
     assert seen["shared"] > num_seeds * 3 // 4
-    assert seen["fixed_shape"] > 5
+    assert seen["fixed"] > 5
+    assert seen["far"]
     assert (seen["backwards"] > 0) is (order == "backwards")
 
 

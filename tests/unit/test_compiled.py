@@ -115,8 +115,8 @@ def test_long_steps_have_the_hidden_states_of_last_tokens(monkeypatch: pytest.Mo
     assert all(check.equal for check in runner.capture())
     made = bench_of(engine, runner)
     made.eager = Uncaptured(loaded, forward)
-    for num_reqs, fixed_shape in ((3, True), *pairwise.more((1, False), (3, False))):
-        check_laws(made, [32, MAX_TOKENS], num_reqs, 5, fixed_shape=fixed_shape)
+    for num_reqs, fixed in ((3, 1), *pairwise.more((1, 0), (3, 0))):
+        check_laws(made, [32, MAX_TOKENS], num_reqs, 5, fixed=fixed)
     engine.close()
 
 
@@ -139,27 +139,27 @@ def test_hidden_states_are_those_of_eager_for_any_number_of_tokens(bench, num_to
             assert torch.allclose(a.view(torch.float32), b.view(torch.float32), atol=1e-4)
 
 
-@pytest.mark.parametrize(("num_reqs", "fixed_shape"), [(3, False), (12, False), (4, True)])
+@pytest.mark.parametrize(("num_reqs", "fixed"), [(3, 0), (12, 0), (4, 1)])
 def test_replays_equal_what_was_piecewise_at_the_same_padded_shape(
-    bench: Bench, num_reqs, fixed_shape
+    bench: Bench, num_reqs, fixed
 ) -> None:
     """With plain pieces that is eager itself."""
-    check_laws(bench, [16, MAX_TOKENS], num_reqs, prefix=21, fixed_shape=fixed_shape)
+    check_laws(bench, [16, MAX_TOKENS], num_reqs, prefix=21, fixed=fixed)
 
 
 def test_a_capture_has_a_segment_more_than_layers(bench: Bench) -> None:
-    assert set(bench.runner.piecewise) == {16, 32, MAX_TOKENS}
-    for captured in bench.runner.piecewise.values():
-        assert captured.num_segments == bench.engine.shape.num_layers + 1
+    segments = {key: each.num_segments for key, each in bench.runner.captured.items() if not key[1]}
+    num_segments = bench.engine.shape.num_layers + 1
+    assert segments == {(size, 0): num_segments for size in (16, 32, MAX_TOKENS)}
 
 
 def test_layers_are_told_once_and_in_order(bench: Bench) -> None:
     check_layers(bench, Uncaptured(bench.engine.runner.loaded, bench.runner.traced))
 
 
-@pytest.mark.parametrize("fixed_shape", [False, True])
-def test_what_padding_reads_and_leaves_changes_nothing(bench: Bench, fixed_shape: bool) -> None:
-    check_padding(bench, layouts(19, 2, 0), 32, fixed_shape=fixed_shape)
+@pytest.mark.parametrize("fixed", [0, 1])
+def test_what_padding_reads_and_leaves_changes_nothing(bench: Bench, fixed: int) -> None:
+    check_padding(bench, layouts(19, 2, 0), 32, fixed=fixed)
 
 
 def test_texts_are_those_of_eager(bench: Bench) -> None:
@@ -226,9 +226,7 @@ def test_the_start_up_check_allows_rounding_and_no_more(alone: Bench) -> None:
         def changed(batch: Batch) -> Forward:
             return Forward(change(launch(batch).hidden), "changed")
 
-        found = check_chunk_bucket(
-            loaded, 16, (launch, changed), fixed_shape=False, rounding=rounding
-        )
+        found = check_chunk_bucket(loaded, 16, (launch, changed), fixed_len=0, rounding=rounding)
         return found.equal
 
     assert equal(lambda hidden: hidden * (1 + ROUNDED / 2), ROUNDED)

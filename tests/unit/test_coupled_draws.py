@@ -20,7 +20,7 @@ from tests.unit.test_sampler import REJECT, Case, exact, p_of, rows_of
 from worker.draw.sampler import sample
 from worker.step.rows import RowColumns, SampledRows, accept_rows
 
-VOCAB, WIDTH, ROWS, DRAWS = 12, 4, 8000, 100_000 if whole else 40_000
+VOCAB, WIDTH, ROWS, DRAWS = 12, 4, 8000, 100_000 if whole else 20_000
 RANDOM = torch.Generator().manual_seed(3)
 TARGET = torch.randn(VOCAB, VOCAB, generator=RANDOM) * 1.5  # logits by the token before
 IDS = torch.tensor([1, 2, 4, 5, 7, 8, 9, 11])  # the draft vocabulary

@@ -622,7 +622,7 @@ def held_by(scheduler: DecodeScheduler) -> list[Req]:
     ]
 
 
-NUM_STEPS = 4_000 if pairwise.whole else 1_600
+NUM_STEPS = 4_000 if pairwise.whole else 800
 LOADS = {
     "tight": Load(24, 4, rows=6, chunk=16, growth=4, max_prompt=20, max_output=30),
     "one-token-growth": Load(20, 4, rows=5, chunk=7, growth=1, max_prompt=16, max_output=24),
@@ -655,7 +655,7 @@ def test_text_is_that_of_a_lonely_request_whatever_happens_around_it(name: str) 
         gaps = 20 if LOADS[name].cache else -1
         least |= {"trimmed": 50, "matched through a gap": gaps, "preemptions": 2}
     for each, num in least.items():
-        assert counts[each] > num, (each, counts)
+        assert counts[each] > (num if pairwise.whole else num // 4), (each, counts)
 
 
 def test_loads_reach_every_corner() -> None:
@@ -663,7 +663,7 @@ def test_loads_reach_every_corner() -> None:
     total: Counter[str] = Counter()
     for name in ("shared", "one-row", "windows"):
         simulation = Simulation(replace(LOADS[name], abort=0.1), seed=3)
-        while simulation.counts["steps"] < 1_500:
+        while simulation.counts["steps"] < 1_000:
             simulation.turn()
         simulation.drain()
         total += simulation.counts

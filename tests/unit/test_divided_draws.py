@@ -141,7 +141,7 @@ def check_ties(size: int) -> None:
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize(
     ("size", "vocab_size", "dtype"),
-    [(2, 250, F32), (3, 401, BF16), (4, 23, F32), (8, 131, F32), *in_whole((8, 1200, BF16))],
+    [(2, 250, F32), (3, 401, BF16), (8, 131, F32), *in_whole((4, 23, F32), (8, 1200, BF16))],
 )
 def test_ranks_draw_as_one_does(tail: Tail, size: int, vocab_size: int, dtype: torch.dtype) -> None:
     check_target(tail, size, vocab_size, dtype)

@@ -20,7 +20,7 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"architectures": ["PEagleDraftModel"]}, "architectures: .*in parallel"),
         ({"architectures": ["DFlashDraftModel"]}, "architectures: .*by blocks"),
         ({"architectures": ["Qwen3NextEagle"]}, "architectures: .*gated attention"),
-        ({"architectures": ["DeepseekV3ForCausalLM"]}, "architectures: .*MLA.*experts"),
+        ({"architectures": ["DeepseekV2ForCausalLM"]}, "architectures: .*MLA.*experts"),
         ({"architectures": ["LlamaForCausalLM"]}, "architectures: .*LlamaForCausalLMEagle"),
         ({"architectures": None}, "architectures: must be a list of one name"),
         ({"num_hidden_layers": 2}, "num_hidden_layers: 2; supported: 1"),

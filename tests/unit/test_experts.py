@@ -63,24 +63,18 @@ def test_a_nan_wins_after_all_numbers_and_ties_go_to_the_lower_index() -> None:
         assert routes.weights[0].sum() == pytest.approx(1)
 
 
-OTHERS = {
-    "scoring": "tanh", "is_biased": True, "num_groups": 4, "factor": 2.5, "activation": "gelu",
-}  # fmt: skip
+OTHERS = {"scoring": "tanh", "activation": "gelu"}
 
 
-def test_experts_that_a_device_would_not_compute_are_refused_by_field_and_value() -> None:
+def test_experts_that_would_not_be_computed_are_refused_by_field_and_value() -> None:
     plain = ExpertShape(8, 2, 16, renormalizes=True)
-    for device in (CPU, torch.device("cuda")):
-        refuse_others(plain, device)
-        for field, value in OTHERS.items():
-            if device == CPU and field in ("is_biased", "factor"):
-                refuse_others(plain._replace(**{field: value}), device)
-                continue
-            with pytest.raises(Unsupported, match=f"{field} {value!r} on {device.type}"):
-                refuse_others(plain._replace(**{field: value}), device)
-    # No other field changes what is computed unless num_groups does.
+    refuse_others(plain)
+    for field, value in OTHERS.items():
+        with pytest.raises(Unsupported, match=f"{field} {value!r}; computed: "):
+            refuse_others(plain._replace(**{field: value}))
+    # Every other field is computed as it says.
     later = ExpertShape._fields[ExpertShape._fields.index("scoring") :]
-    anywhere = "limit", "gain", "plus", "has_biases"
+    anywhere = "limit", "gain", "plus", "has_biases", "is_biased", "num_groups", "factor"
     assert {*OTHERS, *anywhere, "top_groups"} == {*later}
 
 
@@ -112,18 +106,43 @@ def test_no_routing_needs_more_items_than_there_are(num_tokens: int) -> None:
             assert ring <= 227 * 1024
 
 
+# How experts are chosen beside softmax: fields of ExpertShape.
+CHOICES: dict[str, dict[str, Any]] = {
+    "plain": {}, "biases of products": {"has_biases": True},
+    "DeepSeek-V2": {"num_groups": 2, "top_groups": 1, "factor": 16.0},
+    "DeepSeek-V3": {
+        "scoring": "sigmoid", "is_biased": True, "num_groups": 2, "top_groups": 1,
+        "factor": 2.5,
+    },
+    "Kimi-K2": {"scoring": "sigmoid", "is_biased": True, "factor": 2.827},
+}  # fmt: skip
+
 if not INTERPRETED:
 
     @pytest.mark.parametrize(
-        ("num_tokens", "num_experts"), [(1, 128), *in_whole((64, 128), (300, 512), (4096, 128))]
-    )
-    def test_they_compile_for_hopper_without_one(num_tokens: int, num_experts: int) -> None:
-        shape, held = ExpertShape(num_experts, 8, 64, renormalizes=True), Held(0, num_experts)
+        ("num_tokens", "num_experts", "choice"),
+        [
+            (1, 128, "plain"), (64, 256, "DeepSeek-V3"),
+            *in_whole((64, 128, "plain"), (300, 512, "plain"), (4096, 128, "plain")),
+            *in_whole((1, 256, "DeepSeek-V3"), (4096, 384, "Kimi-K2"), (64, 160, "DeepSeek-V2")),
+        ],
+    )  # fmt: skip
+    def test_they_compile_for_hopper_without_one(
+        num_tokens: int, num_experts: int, choice: str
+    ) -> None:
+        shape, held = (
+            ExpertShape(num_experts, 8, 64, renormalizes=num_tokens > 1),
+            Held(0, num_experts),
+        )
+        shape = shape._replace(**CHOICES[choice])
+        if shape.num_groups > 1:
+            shape = shape._replace(num_groups=8, top_groups=4)
+        bias = (torch.zeros(num_experts),) if shape.is_biased else ()
         x, gate = noise(num_tokens, 256).bfloat16(), noise(num_experts, 256).bfloat16()
         only = ["_router_kernel", "_route_kernel", *["_arrange_kernel"] * (num_tokens > 4)]
         with compiling(route_triton, *only) as ptx:
             slots = torch.zeros(num_tokens, dtype=torch.int64)
-            routes = route(x, gate, slots, SINK, shape, held, new_load(held, CPU))
+            routes = route(x, gate, slots, SINK, shape, held, new_load(held, CPU), *bias)
         assert "wgmma.mma_async.sync.aligned.m64n" in ptx["_router_kernel"]
         up, down = noise(num_experts, 128, 256).bfloat16(), noise(num_experts, 256, 64).bfloat16()
         with compiling(product_triton) as ptx:
@@ -155,7 +174,9 @@ else:
         ):
             yield
 
-    Case = tuple[int, tuple[int, int, tuple[int, int]], tuple[int, int], torch.dtype, bool, bool]
+    Case = tuple[
+        int, tuple[int, int, tuple[int, int]], tuple[int, int], torch.dtype, bool, str
+    ]  # fmt: skip
 
     def check(
         case: Case, routes: Any = route_triton, products: Any = product_triton, alike: float = 1
@@ -164,11 +185,13 @@ else:
 
         alike: how far tokens differ from the first; little: all have its experts.
         """
-        num_tokens, (num_experts, top_k, first_and_count), sizes, dtype, renormalizes, biased = case
+        num_tokens, (num_experts, top_k, first_and_count), sizes, dtype, renormalizes, name = case
         (size, width), held = sizes, Held(*first_and_count)
-        shape = ExpertShape(num_experts, top_k, width, renormalizes, has_biases=biased)
+        shape = ExpertShape(num_experts, top_k, width, renormalizes)._replace(**CHOICES[name])
         bias, finish = (), PLAIN_FINISH
-        if biased:
+        if shape.is_biased:  # some are below all scores
+            bias = (noise(num_experts),)
+        if shape.has_biases:
             bias = (8 * noise(num_experts),)
             biases = (noise(held.count, n, dtype=dtype, seed=3) for n in (2 * width, size))
             finish = Finish(*biases, gain=1.702, plus=1.0, limit=1.0)
@@ -213,12 +236,12 @@ else:
         sizes=((64, 32), (72, 48), (300, 32)),
         dtype=tuple(BOUNDS),
         renormalizes=(True, False),
-        biased=(True, False),
+        choice=tuple(CHOICES),
     )
     def test_they_are_their_definitions(
-        num_tokens, experts, sizes, dtype, renormalizes, biased
+        num_tokens, experts, sizes, dtype, renormalizes, choice
     ) -> None:
-        check((num_tokens, experts, sizes, dtype, renormalizes, biased))
+        check((num_tokens, experts, sizes, dtype, renormalizes, choice))
 
     MUTANTS: dict[str, tuple[Any, str, str]] = {
         "padding is counted": (route_triton, "live &= tl", "real &= tl"),
@@ -229,6 +252,19 @@ else:
         "the least likely first": (
             route_triton, "high = tl.max(keys, 1)",
             "high = tl.min(tl.where(keys > 0, keys, 1 << 30), 1)",
+        ),
+        "a bias is in the weights": (
+            route_triton, "tl.sum(tl.where(this, scores", "tl.sum(tl.where(this, _values(keys)",
+        ),
+        "a group is worth its largest": (route_triton, "if ADDS:", "if False:"),
+        "the first groups are the best": (
+            route_triton, "kept |= group[None, :] == best[:, None]",
+            "kept |= group[None, :] < TOP_GROUPS",
+        ),
+        "a factor is left out": (route_triton, "total[:, None]) * factor", "total[:, None])"),
+        "scores are softmax's": (
+            route_triton, "scores = tl.sigmoid(logits)",
+            "scores = tl.exp(logits - tl.max(logits, 1)[:, None])",
         ),
         "a part of K is left out": (
             route_triton, "for _ in tl.static_range(PARTS)", "for _ in tl.static_range(PARTS - 1)",
@@ -261,7 +297,7 @@ else:
         "the router has no bias": (route_triton, "if bias is not None:", "if False:"),
     }  # fmt: skip
 
-    ONE_HAS_ALL: Case = (40, (16, 1, (0, 16)), (64, 32), torch.float32, False, False)
+    ONE_HAS_ALL: Case = (40, (16, 1, (0, 16)), (64, 32), torch.float32, False, "plain")
     FEW = (
         "padding is counted",
         "gate and up are exchanged",
@@ -285,10 +321,11 @@ else:
         sys.modules[file.stem] = made
         spec.loader.exec_module(made)
         changed: dict[str, Any] = {"routes" if module is route_triton else "products": made}
-        case = (40, (6, 3, (2, 3)), (300, 32), torch.float32, True, True)  # of a part of K, too
+        case = 40, (6, 3, (2, 3)), (300, 32), torch.float32, True  # of a part of K, too
 
         def check_all() -> None:
-            check(case, **changed)
+            for choice in CHOICES:
+                check((*case, choice), **changed)
             check(ONE_HAS_ALL, **changed, alike=0.01)
 
         with pytest.raises((AssertionError, IndexError, ValueError)):

@@ -38,7 +38,7 @@ SECTIONS: dict[str, dict[str, object]] = {
 
 @cache
 def asks() -> list[Ask]:
-    return changed_asks(27 if whole else 9)
+    return changed_asks(27) if whole else changed_asks(9, 12)
 
 
 def served(cluster: Lockstep) -> list[Any]:

@@ -177,9 +177,8 @@ if not INTERPRETED:
                 empty(2, 2048), rotation, (cache, cache), ids, None
             )
 
-    @pytest.mark.parametrize(
-        ("dtype", "block"), [(torch.bfloat16, None), *in_whole((torch.float32, 512))]
-    )
+    @pytest.mark.whole  # of fewer ids, and with changes: test_changed_draws.py
+    @pytest.mark.parametrize(("dtype", "block"), [(torch.bfloat16, None), (torch.float32, 512)])
     def test_the_draw_compiles_for_hopper_without_one(dtype, block, monkeypatch) -> None:
         """Once with the blocks that it has; of smaller ones a compiler is done much sooner."""
         if block is not None:
@@ -216,9 +215,7 @@ else:
         bound = BOUNDS[got.dtype] * max(1.0, float(wanted.float().abs().max()))
         assert (got.float() - wanted.float()).abs().max() <= bound
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("shape", [(1, 64), (5, 200), (2, 3, 33)])
-    @pytest.mark.parametrize("wide", [False, True])
+    @pytest.mark.product(dtype=DTYPES, shape=((1, 64), (5, 200), (2, 3, 33)), wide=(False, True))
     def test_norms_match_their_twins(
         shape: tuple[int, ...], dtype: torch.dtype, wide: bool
     ) -> None:
@@ -251,8 +248,7 @@ else:
         if not normed:
             assert torch.equal(got, wanted)
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("shape", [(1, 8), (3, 2 * 1030), (2, 2, 34)])
+    @pytest.mark.product(dtype=DTYPES, shape=((1, 8), (3, 2 * 1030), (2, 2, 34)))
     def test_swiglu_matches_its_twin(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         gate_up = noise(*shape, dtype=dtype) * 3
         close(norms_triton.swiglu_triton(gate_up), norms.swiglu_ref(gate_up))
@@ -274,7 +270,8 @@ else:
         ],
     )  # fmt: skip
     @pytest.mark.parametrize(
-        ("turned", "in_f32"), [(1.0, False), (1.0, True), (0.5, True), (0.25, True), (0.0, True)]
+        ("turned", "in_f32"),
+        [(1.0, False), (0.25, True), (0.0, True), *in_whole((1.0, True), (0.5, True))],
     )
     def test_qk_rope_store_matches_its_twin(shape, dtype, normed, turned, in_f32) -> None:
         """Layer 1 of 2 of a pool's memory; two padded rows meet on page 0.
@@ -354,11 +351,10 @@ else:
             assert a.dtype == b.dtype
             assert torch.equal(a, b)
 
-    @pytest.mark.parametrize(("width", "forced"), [(1, None), (3, None), (8, None), (4, 2)])
-    @pytest.mark.parametrize("n", [1, 6, 23])
-    def test_both_ends_of_a_step_are_the_twins(n: int, width: int, forced: int | None) -> None:
+    @pytest.mark.product(wide=((1, None), (3, None), (8, None), (4, 2)), n=(1, 6, 23))
+    def test_both_ends_of_a_step_are_the_twins(n: int, wide: tuple[int, int | None]) -> None:
         rows = torch.cat((1 + torch.randperm(30)[:n], torch.zeros(2, dtype=torch.int64)))
-        check_ends(step_columns(30, 5), step_columns(30, 5), rows, ENDS, width, forced)
+        check_ends(step_columns(30, 5), step_columns(30, 5), rows, ENDS, *wide)
 
     def disagreements(logits: Tensor, rows: SamplingRows, tail: Any) -> int:
         got = draw.draw_triton(logits, rows, tail)

@@ -4,6 +4,7 @@ import os
 import secrets
 import signal
 from multiprocessing.synchronize import Event
+from pathlib import Path
 
 import pytest
 
@@ -12,23 +13,66 @@ from tests.support.patience import HANG_S
 from tests.support.processes import FORKED, fork
 from worker.cache.layout import KVLayout, KVRegion
 from worker.config import Machine, WorkerConfig
+from worker.config.checkpoint.shape import read_model_shape
 from worker.errors import UserError
 from worker.start.build import Place, build_engine
 from worker.start.load import run_largest_steps
 from worker.start.memory import (
     GIB,
+    GROUP_FILES,
     DeviceShare,
+    host_memory,
     process_lock,
     reqs_held,
     wait_for_free,
     with_penalty_rows,
 )
+from worker.start.tier import check_tier
 
 
 def share(
     fraction: float, *, free: float, weights: float = 15.0, reserve: float = 2.0
 ) -> DeviceShare:
     return DeviceShare(140 * GIB, int(free * GIB), int(weights * GIB), int(reserve * GIB), fraction)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_host_memory_is_what_the_container_leaves(version: int, tmp_path: Path) -> None:
+    """The least of its group, of those above it, and of the host; page cache can be dropped."""
+    limit_name, used_name, cache_name = GROUP_FILES[version]
+    own, root = tmp_path / "own", tmp_path / ("memory" if version == 1 else "")
+    own.write_text("9:cpu,cpuacct:/a/b\n" + ("4:memory:/a/b\n" if version == 1 else "0::/a/b\n"))
+
+    def group(path: str, limit: str, used: int = 0, cache: int = 0) -> None:
+        (root / path).mkdir(parents=True, exist_ok=True)
+        for name, text in (
+            (limit_name, limit),
+            (used_name, used),
+            ("memory.stat", f"x 1\n{cache_name} {cache}\n"),
+        ):
+            (root / path / name).write_text(str(text))
+
+    whole, why = host_memory(tmp_path, own)
+    assert (whole > 0, why) == (True, "free on this host")
+    group("a/b", str(5000), 3000, 500)
+    assert host_memory(tmp_path, own)[0] == 2500
+    group("a", str(4000), 3000)
+    left, why = host_memory(tmp_path, own)
+    assert left == 1000
+    assert f"a/{limit_name}" in why
+    unlimited = "max" if version == 2 else str(2**63 - 4096)
+    group("a", unlimited)
+    group("a/b", unlimited)
+    assert host_memory(tmp_path, own)[1] == "free on this host"
+    own.write_text("4:memory:/host/path\n" if version == 1 else "0::/host/path\n")
+    group("", str(7000), 6000)
+    assert host_memory(tmp_path, own)[0] == 1000, "a container sees its own group as the root"
+
+
+def test_a_tier_that_no_host_has_room_for_is_refused() -> None:
+    config = worker_config("decode", {"kv": {"tier": {"host_bytes": 1 << 60}}})
+    with pytest.raises(UserError, match=r"host_bytes: .* GiB a rank.*lower it"):
+        check_tier(config, read_model_shape(config.model.directory))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ SU = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 DENSE = "take a dense model, as Qwen/Qwen3-8B"
 # Models that refusals advise to take, by the architecture of their files.
 ADVISED = {
-    "Qwen/Qwen3-30B-A3B": "Qwen3MoeForCausalLM", "Qwen/Qwen3-8B": "Qwen3ForCausalLM",
+    "Qwen/Qwen3-30B-A3B": "Qwen3MoeForCausalLM", "zai-org/GLM-4.7-Flash": "Glm4MoeLiteForCausalLM",
+    "deepseek-ai/DeepSeek-V3.1": "DeepseekV3ForCausalLM", "Qwen/Qwen3-8B": "Qwen3ForCausalLM",
     "Qwen/Qwen3.5-9B": "Qwen3_5ForConditionalGeneration",
     "meta-llama/Llama-3.1-8B-Instruct": "LlamaForCausalLM",
     "mistralai/Mistral-Nemo-Instruct-2407": "MistralForCausalLM",
@@ -36,8 +37,23 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("DbrxForCausalLM", {}, "experts of another form.*Qwen/Qwen3-30B-A3B"),
     ("Llama4ForConditionalGeneration", {}, "experts of another form.*Qwen/Qwen3-30B-A3B"),
     ("Qwen2MoeForCausalLM", {}, "experts of another form.*Qwen/Qwen3-30B-A3B"),
-    ("DeepseekV3ForCausalLM", {"quantization_config": FP8}, "MLA.*distilled DeepSeek-R1"),
-    ("KimiK2ForCausalLM", {}, f"MLA.*{DENSE}"),
+    ("DeepseekV32ForCausalLM", {"quantization_config": FP8}, "sparse.*take zai-org/GLM-4.7-Flash"),
+    ("GlmMoeDsaForCausalLM", {}, "sparse attention.*DeepSeek-V3.1"),
+    ("KimiK25ForConditionalGeneration", {}, "MLA.*take zai-org/GLM-4.7-Flash.*Qwen/Qwen3-8B"),
+    ("MiniCPM3ForCausalLM", {}, "another form of latent attention"),
+    ("DeepseekV3ForCausalLM", {"index_topk": 2048}, "index_topk: sparse.*take zai-org/GLM"),
+    ("DeepseekV3ForCausalLM", {"attention_bias": True}, "attention_bias: biases in latent"),
+    ("DeepseekV3ForCausalLM", {"rope_interleave": False}, "rope_interleave: False.*: True"),
+    ("Glm4MoeLiteForCausalLM", {"topk_method": "greedy"}, "topk_method: 'greedy'.*noaux_tc"),
+    ("Glm4MoeLiteForCausalLM", {"scoring_func": "softmax"}, "scoring_func: 'softmax'.*sigmoid"),
+    *[
+        ("DeepseekV2ForCausalLM", {"num_experts_per_tok": 2, field: wrong}, f"{field}: .*: {right}")
+        for field, wrong, right in (
+            ("topk_method", "noaux_tc", "greedy, group_limited_greedy"),
+            ("scoring_func", "sigmoid", "softmax"),
+            ("norm_topk_prob", True, False),
+        )
+    ],
     ("MambaForCausalLM", {}, "recurrent layers.*take Qwen/Qwen3.5-9B"),
     ("GraniteMoeHybridForCausalLM", {}, "recurrent layers"),
     ("NemotronHForCausalLM", {}, "recurrent layers"),

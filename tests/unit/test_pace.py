@@ -82,7 +82,7 @@ def test_step_times_are_those_of_the_fastest_way() -> None:
         BucketCheck("prefill", 512, True, 14.0, 13.5),
         BucketCheck("decode", 8, True, 4.0, 9.0),
         BucketCheck("prefill", 64, True, 6.0, 15.0),
-        BucketCheck("prefill_full", 64, True, 5.0, 15.0),
+        BucketCheck("prefill", 64, True, 5.0, 15.0, fixed_len=2048),
     ]
     assert step_times(checks) == [StepTime(64, 0.005, 0.006), StepTime(512, 0.0135, 0.0135)]
 

@@ -16,7 +16,7 @@ from worker.ops.experts import product_triton
 from worker.ops.experts.product import Finish, expert_products_ref
 from worker.ops.experts.route import new_load, route_ref
 from worker.ops.packed import as_lines, as_packed, bytes_of, packed_product_ref, worth
-from worker.ops.packed_triton import choose_packed, packed_gemm, steps_of
+from worker.ops.packed_triton import choose_packed, packed_gemm
 from worker.ops.product import MAX_PARTIALS
 from worker.ops.scaled import E4M3
 from worker.ops.skinny_triton import SkinnyTile
@@ -76,10 +76,16 @@ def test_what_is_drawn_is_near_what_is_packed(kind: torch.dtype) -> None:
 
 @pytest.mark.parametrize("m", [1, 8, 32, 64, 65, 2048])
 def test_sums_are_cut_by_the_weights_shape_alone(m: int) -> None:
-    for n, k in ((4096, 4096), (4096, 14336), (6144, 4096), (28672, 4096), (64, 64)):
-        tile = choose_packed(m, n, k, 32)
-        assert tile.split == (choose_packed(1, n, k, 32).split if m <= 64 else 1)
+    shapes = (4096, 4096), (4096, 11008), (4096, 12288), (24512, 4096), (28672, 4096), (64, 64)
+    for n, k in shapes:
+        tile, alone = choose_packed(m, n, k), choose_packed(1, n, k, product_follows=True)
+        assert tile.split == (alone.split if m <= 64 else 1)
+        assert m > 64 or columns_of_a_part(tile, k) == columns_of_a_part(alone, k)
         assert tile.num_partials(n) <= MAX_PARTIALS
+
+
+def columns_of_a_part(tile: SkinnyTile, k: int) -> int:
+    return -(-k // (tile.block_k * tile.split)) * tile.block_k
 
 
 if not INTERPRETED:
@@ -90,7 +96,7 @@ if not INTERPRETED:
     )
     def test_they_compile_for_hopper_without_one(name: str, m: int) -> None:
         held, x = packed(name, 256, 256), noise(m, 256)
-        tile = choose_packed(m, 256, 256, steps_of(held[1], 256)[2])
+        tile = choose_packed(m, 256, 256)
         with compiling(packed_triton) as ptx:
             packed_gemm(x, held, x.new_empty(m, 256), tile)
         text = ptx["_packed_gemm_kernel"]
@@ -136,8 +142,8 @@ if INTERPRETED:
 
     def tiled(x: Tensor, held: Any, n: int, split: int = 1, tokens: int = 16) -> Tensor:
         around = torch.full((len(x) + 2, n + 3), 77.0, dtype=x.dtype)
-        out, block_k = around[1:-1, :n], steps_of(held[1], x.shape[1])[2]
-        packed_gemm(x, held, out, SkinnyTile(tokens, 64, block_k, split, 4, 3, 0))
+        out = around[1:-1, :n]
+        packed_gemm(x, held, out, SkinnyTile(tokens, 64, 128, split, 4, 3, 0))
         found = out.clone()
         around[1:-1, :n] = 77.0
         assert (around == 77.0).all()
@@ -161,6 +167,12 @@ if INTERPRETED:
     def test_a_kernel_equals_the_definition(name, m, shape, split, dtype) -> None:
         held, x = packed(name, *shape), noise(m, shape[1], dtype=dtype)
         assert near(tiled(x, held, shape[0], split, 64), packed_product_ref(x, *held))
+
+    def test_a_gated_product_is_its_swiglu() -> None:
+        held, x = packed("awq", 80, 256), noise(3, 256, dtype=F16)
+        tile, found = SkinnyTile(16, 64, 256, 1, 4, 3, 0), torch.full((3, 40), 77.0, dtype=F16)
+        packed_gemm(x, held, found, tile, gated=True)
+        assert near(found, packed_product_ref(x, *held, gated=True))
 
     @pytest.mark.parametrize("name", ["awq", *in_whole(("mxfp4",), ("nvfp4",))])
     @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")

@@ -36,12 +36,17 @@ from worker.run.segments import Capture
 
 MAX_TOKENS = 40
 NUM_PAGES = 48
+SHORT_KEYS = 64  # longer requests have unbroken graphs of their own
 
 
 def captured() -> Bench:
-    engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("worker.step.buffers.SHORT_KEYS", SHORT_KEYS)
+        engine = build(
+            "cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True
+        )
     runner = PiecewiseChunks(engine.runner.loaded, RecordedMemory())
-    assert [check.equal for check in runner.capture()] == [True] * 2 * len(runner.buckets)
+    assert [check.equal for check in runner.capture()] == [True] * 3 * len(runner.buckets)
     return bench_of(engine, runner)
 
 
@@ -53,12 +58,12 @@ def bench() -> Iterator[Bench]:
 
 
 def test_a_capture_has_a_segment_more_than_breaks(bench: Bench) -> None:
-    num_layers = bench.engine.shape.num_layers
-    assert set(bench.runner.piecewise) == {16, 32, MAX_TOKENS}
-    for captured in bench.runner.piecewise.values():
-        assert captured.num_segments == num_layers + 1
-    for captured in bench.runner.full.values():
-        assert captured.num_segments == 1 + sum(cut <= num_layers for cut in CUT_AFTER)
+    num_layers, runner = bench.engine.shape.num_layers, bench.runner
+    kinds = 0, *runner.loaded.buffers.fixed_lens
+    assert set(runner.captured) == set(itertools.product((16, 32, MAX_TOKENS), kinds))
+    cuts = sum(cut <= num_layers for cut in CUT_AFTER)
+    for (_, fixed_len), captured in runner.captured.items():
+        assert captured.num_segments == 1 + (cuts if fixed_len else num_layers)
 
 
 def test_kernels_are_compiled_for_every_chunk_that_is_captured(bench: Bench, monkeypatch) -> None:
@@ -66,18 +71,14 @@ def test_kernels_are_compiled_for_every_chunk_that_is_captured(bench: Bench, mon
     forward = graphs.forward
 
     def noted(batch: Batch) -> Tensor:
-        ran.add((batch.num_tokens, batch.host is None))
+        ran.add((batch.num_tokens, batch.bounds.max_seq_len * (batch.host is None)))
         return forward(batch)
 
     monkeypatch.setattr(graphs, "forward", noted)
     ahead = noted_by(ran, graphs.run_buckets)
-    assert not graphs.piecewise
+    assert not graphs.captured
     captures = [partial(graphs.capture_bucket, bucket) for bucket in graphs.buckets]
-    assert (
-        noted_by(ran, *captures)
-        == ahead
-        == {(n, full) for n in (16, 32, MAX_TOKENS) for full in (False, True)}
-    )
+    assert noted_by(ran, *captures) == ahead == set(bench.runner.captured)
 
 
 @torch.inference_mode()
@@ -116,14 +117,14 @@ def test_a_break_runs_with_the_context_of_the_replay_and_no_break_is_one_segment
 
 
 @pytest.mark.parametrize(
-    ("num_reqs", "fixed_shape", "prefix"),
+    ("num_reqs", "fixed", "prefix"),
     [
-        *((1, False, 0), (3, False, 21), (12, False, 0), (1, True, 21), (4, True, 0)),
-        *in_whole((1, False, 21), (3, False, 0), (12, False, 21), (1, True, 0), (4, True, 21)),
+        *((1, 0, 0), (3, 0, 21), (12, 0, 0), (1, 1, 21), (4, 1, 0), (1, 2, 99), (4, 2, 70)),
+        *in_whole((1, 0, 21), (3, 0, 0), (12, 0, 21), (1, 1, 0), (4, 1, 21), (1, 2, 0)),
     ],
 )
-def test_replays_equal_eager_at_the_same_padded_shape(bench, num_reqs, prefix, fixed_shape) -> None:
-    check_laws(bench, [16, MAX_TOKENS], num_reqs, prefix, fixed_shape=fixed_shape)
+def test_replays_equal_eager_at_the_same_padded_shape(bench, num_reqs, prefix, fixed) -> None:
+    check_laws(bench, [16, MAX_TOKENS], num_reqs, prefix, fixed=fixed)
 
 
 def test_layers_are_told_once_and_in_order(bench: Bench) -> None:
@@ -150,18 +151,18 @@ def test_a_hook_finds_its_layer_s_kv_complete(bench: Bench) -> None:
     assert found == [[j <= i for j in range(num_layers)] for i in range(num_layers)]
 
 
-@pytest.mark.parametrize("fixed_shape", [False, True])
-def test_what_padding_reads_and_leaves_changes_nothing(bench: Bench, fixed_shape: bool) -> None:
-    check_padding(bench, layouts(19, 2, 0), 32, fixed_shape=fixed_shape)
+@pytest.mark.parametrize("fixed", [0, 1, 2])
+def test_what_padding_reads_and_leaves_changes_nothing(bench: Bench, fixed: int) -> None:
+    check_padding(bench, layouts(19, 2, 0), 32, fixed=fixed)
 
 
 def test_who_gets_pieces_and_who_one_graph(bench: Bench) -> None:
     runner = bench.runner
-    longest = runner.loaded.buffers.max_fixed_len
-    assert runner.padded(20, 4, longest, hooked=False) == PaddedShape(32, fixed=True)
-    assert runner.padded(20, 4, longest + 1, hooked=False) == PaddedShape(32, fixed=False)
-    assert runner.padded(20, 5, 20, hooked=False) == PaddedShape(32, fixed=False)
-    assert runner.padded(20, 1, 20, hooked=True) == PaddedShape(32, fixed=False)
+    short, far = runner.loaded.buffers.fixed_lens
+    assert runner.padded(20, 4, short, hooked=False) == PaddedShape(32, short)
+    assert runner.padded(20, 4, short + 1, hooked=False) == PaddedShape(32, far)
+    assert runner.padded(20, 5, 20, hooked=False) == PaddedShape(32)
+    assert runner.padded(20, 1, 20, hooked=True) == PaddedShape(32)
     assert runner.padded(MAX_TOKENS + 1, 1, 9999, hooked=False) == PaddedShape(refused="too_long")
 
 
@@ -169,9 +170,9 @@ def test_who_gets_pieces_and_who_one_graph(bench: Bench) -> None:
 def test_the_start_up_check_leaves_an_engine_as_it_was(bench: Bench) -> None:
     runner, table = bench.runner, bench.engine.runner.loaded.state.page_table
     clear(bench)
-    kept = dict(runner.piecewise), dict(runner.full)
-    assert [check.equal for check in runner.check(Bucket(16))] == [True, True]
-    runner.piecewise, runner.full = kept
+    kept = dict(runner.captured)
+    assert [check.equal for check in runner.check(Bucket(16))] == [True] * 3
+    runner.captured = kept
     assert not any(bool(cache.any()) for cache in bench.caches())
     assert not table.any()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import pairwise
 from tests.support.books import check_book
 from worker.api import Prefill, PrefillRefused, Release, Renew, RenewAck, Sampling, Xfer
 from worker.cache.book import PageBook
@@ -275,15 +276,15 @@ def test_every_prompt_is_covered_once_in_order_of_arrival(
     prompts = Prompts(
         seed, num_pages=num_pages, page_size=page_size, chunk=chunk, rows=rows, span=span
     )
-    while prompts.counts["steps"] < (2_000 if span else 3_000):
+    while prompts.counts["steps"] < (2_000 if pairwise.whole else 700):
         prompts.turn()
-    counts = prompts.counts
+    counts, least = prompts.counts, 20 if pairwise.whole else 1
     for each in ("done", "matched", "refused", "dropped early", "drawn"):
-        assert counts[each] > 20, each
+        assert counts[each] > least, each
     for each in ("matched through a gap", "trimmed") if span else ("all cached",):
-        assert counts[each] > 20, each
-    assert counts["drawn of many"] > 20 or chunk < 16
-    assert counts["dropped in flight"] > 20
+        assert counts[each] > least, each
+    assert counts["drawn of many"] > least or chunk < 16
+    assert counts["dropped in flight"] > least
     for _ in range(2_000):
         if not prompts.reqs and not prompts.in_flight:
             break

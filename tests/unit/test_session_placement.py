@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 
+from router.dispatch.policy import PrefixAware
 from tests.support.simulated_sessions import Simulated
 
 SESSIONS, TURNS, ROWS = 16, 12, 64
@@ -44,3 +45,17 @@ def test_a_killed_worker_s_sessions_move_and_none_fails() -> None:
     assert not dead.lives
     prefilled = [worker.num_prefilled for worker in others]
     assert max(prefilled) < 1.5 * min(prefilled)
+
+
+def test_turns_without_a_name_do_not_all_crowd_onto_the_worker_with_their_system_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Known by their text alone; one that is far above the mean gets none of them for that."""
+    named = served(4)
+    monkeypatch.setattr(PrefixAware, "follows_sessions", False)
+    simulated = Simulated(4, PAGES, ROWS, policy_name="prefix_aware", seed=1)
+    simulated.run(SESSIONS, TURNS, kill_at=None)
+    prefilled = [worker.num_prefilled for worker in simulated.workers.values()]
+    print(f"prefilled {prefilled}, {simulated.num_prefilled / named.num_prefilled:.2f} times named")
+    assert sum(map(bool, prefilled)) > 1
+    assert simulated.num_prefilled < 2.5 * named.num_prefilled, "3.4 where all crowd"

@@ -64,8 +64,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
         size = form.object_bytes
         if request.param == "host":
             return Arena(8 * (-(-size // 4096) * 4096), size, registered=False)
-        staged = torch.empty(size, dtype=torch.uint8)
-        return Directory(tmp_path / "tier", form.owner, 8 * size, staged)
+        return Directory(tmp_path / "tier", form, 8 * size)
 
     return made
 
@@ -77,8 +76,8 @@ def pool() -> Iterator[KVPool]:
     made.close()
 
 
-def noisy(of: KVLayout) -> KVPool:
-    made = KVPool(of, 24, CPU, (3, 2))
+def noisy(of: KVLayout, device: torch.device = CPU) -> KVPool:
+    made = KVPool(of, 24, device, (3, 2))
     for view in (*made.caches(), *(part for pair in made.states for part in pair)):
         fill_noise(view)
     return made
@@ -94,14 +93,17 @@ def row_of(pool: KVPool, make: Make) -> Row:
 
 def bytes_of(pool: KVPool, place: int, part: int = -1) -> bytes:
     if part >= 0:
-        return pool.slot(place).numpy().tobytes()
-    return b"".join(groups[:, place].numpy().tobytes() for groups in pool._pages)
+        return pool.slot(place).cpu().numpy().tobytes()
+    return b"".join(groups[:, place].cpu().numpy().tobytes() for groups in pool._pages)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_every_byte_of_a_page_and_of_a_snapshot_comes_back(dtype: str, make: Make) -> None:
     """Laws 3, 8 and 9: a drafter's regions and exponents too, onto pages that were poisoned."""
-    pool = noisy(layout(dtype))
+    check_bytes(noisy(layout(dtype)), make)
+
+
+def check_bytes(pool: KVPool, make: Make) -> None:
     row, form = row_of(pool, make), form_of(pool)
     page, state = bytes_of(pool, 3), bytes_of(pool, 4, 0)
     others = bytes_of(pool, 6) + bytes_of(pool, 8)
@@ -229,16 +231,14 @@ def test_nothing_is_believed_of_an_object(pool: KVPool) -> None:
 
 
 def test_a_directory_that_others_may_read_is_refused(tmp_path: Path) -> None:
-    staged = torch.empty(64, dtype=torch.uint8)
     (tmp_path / "open").mkdir(mode=0o755)
     (tmp_path / "open").chmod(0o755)
     with pytest.raises(PermissionError, match="chmod 700"):
-        Directory(tmp_path / "open", "me", 1 << 20, staged)
+        Directory(tmp_path / "open", Form("me", 0, 1, PAGE, 64, 0), 1 << 20)
 
 
 def test_files_of_another_length_and_strangers_harm_nobody(pool: KVPool, tmp_path: Path) -> None:
     form = form_of(pool)
-    staged = torch.empty(form.object_bytes, dtype=torch.uint8)
     own = tmp_path / "tier" / form.owner
     own.mkdir(mode=0o700, parents=True)
     (tmp_path / "tier").chmod(0o700)
@@ -247,7 +247,7 @@ def test_files_of_another_length_and_strangers_harm_nobody(pool: KVPool, tmp_pat
     (own / "stranger.kv").write_bytes(b"x")
     (own / ".begun-1-0").write_bytes(b"x")
     os.utime(own / ".begun-1-0", (1, 1))
-    store = Directory(tmp_path / "tier", form.owner, 1 << 30, staged)
+    store = Directory(tmp_path / "tier", form, 1 << 30)
     assert store.exists(key)
     assert not (own / ".begun-1-0").exists()
     with pytest.raises(Corrupt):
@@ -279,11 +279,74 @@ def test_a_cancelled_load_writes_no_page_though_its_store_wakes(pool: KVPool, ma
     load = Load([(row, source._replace(place=9))])
     row.load(load)
     assert asked.wait(60)
-    load.cancel("late")
+    load.cut("late")
     assert load.is_over
     goes_on.set()
     until(lambda: row.idle)
     assert bytes_of(pool, 9) == before
+    row.close()
+
+
+def test_pages_in_front_of_what_is_missing_count_whatever_comes_first(
+    pool: KVPool, make: Make
+) -> None:
+    """Runs come in any order: those in front of a failure, in its own run too, none behind it."""
+    row = row_of(pool, make)
+    keys = [bytes([i]) * 32 for i in range(7)]
+    for number in (0, 1, 2, 4, 5, 6):
+        mark = object()
+        row.offer(Copy(Source(keys[number], TOKENS, 1 + number), {1 + number: mark}, mark))
+    until(lambda: row.idle)
+    store, missed = row._store, threading.Event()
+    assert store is not None
+    get = store.get
+
+    def late(key: bytes, take: Callable[[memoryview], None]) -> None:
+        if key == keys[3]:
+            missed.set()
+        assert key in keys[2:4] or missed.wait(60)
+        get(key, take)
+
+    store.run = min(store.run, 2)
+    store.get = late  # type: ignore[method-assign]
+    load = Load([(row, Source(key, TOKENS, 10 + i)) for i, key in enumerate(keys)])
+    row.load(load)
+    until(lambda: load.is_over and row.idle)
+    assert (load.num_loaded, load.cause) == (3, "absent")
+    assert [bytes_of(pool, 10 + i) == bytes_of(pool, 1 + i) for i in range(3)] == [True] * 3
+    row.close()
+
+
+def test_a_load_goes_on_from_row_to_row(pool: KVPool, make: Make) -> None:
+    """Each brings its own parts, in runs that end where another's begin."""
+    rows, marks = [row_of(pool, make) for _ in range(2)], dict.fromkeys(range(1, 8), object())
+    owners = [rows[i] for i in (0, 0, 0, 1, 1, 0, 1)]
+    sources = [Source(bytes([i]) * 32, TOKENS, 1 + i) for i in range(len(owners))]
+    for row, source in zip(owners, sources, strict=True):
+        row.offer(Copy(source, marks, marks[1]))
+    until(lambda: all(row.idle for row in rows))
+    parts = [source._replace(place=10 + i) for i, source in enumerate(sources)]
+    load = Load([*zip(owners, parts, strict=True)])
+    rows[0].load(load)
+    until(lambda: load.is_over)
+    assert (load.num_loaded, load.cause) == (7, "")
+    assert all(bytes_of(pool, 10 + i) == bytes_of(pool, 1 + i) for i in range(7))
+    for row in rows:
+        row.close()
+
+
+def test_a_load_is_over_when_nothing_is_written_any_more(pool: KVPool, make: Make) -> None:
+    row, seen = row_of(pool, make), list[tuple[int, bool]]()
+    load = Load([(row, Source(b"k" * 32, TOKENS, place)) for place in (3, 4)])
+
+    def write(num: int) -> None:
+        load.cut("late")
+        seen.append((num, load.is_over))
+
+    load.cut("absent", 1)
+    load.write(range(2), write)
+    load.write(range(1, 2), write)
+    assert (seen, load.is_over, load.num_loaded, load.cause) == ([(1, False)], True, 1, "late")
     row.close()
 
 

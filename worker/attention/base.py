@@ -32,6 +32,12 @@ class AttentionShape:
     sinks: bool = False  # heads have logits of their own, which take weight and have no value
     dtype: str = ""  # of queries, where the region's is eight bits
     kind: str = "heads"  # of the layers: a name of worker.config.backends.BACKENDS
+    value_dim: int = 0  # leading numbers of a key that are its value; 0: values are kept apart
+
+    @property
+    def out_dim(self) -> int:
+        """Numbers of a head's result."""
+        return self.value_dim or self.head_dim
 
     @property
     def features(self) -> frozenset[str]:
@@ -49,7 +55,7 @@ class AttentionCaps:
     head_dims: frozenset[int] | None = None
     page_sizes: frozenset[int] | None = None
     features: frozenset[str] | None = None  # of AttentionShape.features
-    parts: int = 2  # of a token's row: keys and values
+    parts: int = 2  # of a token's row: keys and values; 1: values are numbers of keys
 
     def lacks(self, shape: AttentionShape) -> str:
         """Why the shape is not served, for people; "": it is."""

@@ -150,7 +150,7 @@ class PagedPlan:
     items: Tensor  # [max_items, FIELDS] i32; the first counts[0] are valid
     counts: Tensor  # [2] i32: items, query rows
     arrivals: Tensor  # [max_items * kv_heads] i32; all 0 between launches
-    partial: Tensor  # [max_items * kv_heads * rows * power_of_two(head_dim)] f32; scratch
+    partial: Tensor  # [max_items * kv_heads * rows * power_of_two(out_dim)] f32; scratch
     stats: Tensor  # [max_items * kv_heads * 2 * rows] f32; scratch
 
 
@@ -179,7 +179,7 @@ def plan_items(
         items=torch.empty(tiles.max_items, FIELDS, dtype=torch.int32, device=device),
         counts=torch.empty(2, dtype=torch.int32, device=device),
         arrivals=torch.zeros(slots, dtype=torch.int32, device=device),
-        partial=torch.empty(split_slots * tiles.rows * power_of_two(shape.head_dim), device=device),
+        partial=torch.empty(split_slots * tiles.rows * power_of_two(shape.out_dim), device=device),
         stats=torch.empty(split_slots * tiles.rows * 2, device=device),
     )
     constants: dict[str, Any] = {

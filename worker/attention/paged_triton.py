@@ -108,7 +108,7 @@ def zero_padding(
 
 
 @triton.jit
-def _page_of(table, key, keys, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+def page_of(table, key, keys, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Page of the block of keys that begins at `key`; its keys' pages if they are several."""
     if PAGE >= BLOCK_N:
         page = tl.load(table + key // PAGE, mask=key < end, other=0)
@@ -118,7 +118,7 @@ def _page_of(table, key, keys, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _rows_at(
+def rows_at(
     head, page, key, block, stride_page, ROW: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -141,8 +141,8 @@ def _block_exponents(
     if k_head.dtype.element_ty == tl.float8e4nv:
         k_first = k_head.to(tl.pointer_type(tl.uint8)) + PAGE * HEAD_DIM
         v_first = v_head.to(tl.pointer_type(tl.uint8)) + PAGE * HEAD_DIM
-        k_at = _rows_at(k_first, page, key, block, stride_page, 1, PAGE, BLOCK_N)
-        v_at = _rows_at(v_first, page, key, block, stride_page, 1, PAGE, BLOCK_N)
+        k_at = rows_at(k_first, page, key, block, stride_page, 1, PAGE, BLOCK_N)
+        v_at = rows_at(v_first, page, key, block, stride_page, 1, PAGE, BLOCK_N)
         return tl.load(k_at).to(tl.int32), tl.load(v_at).to(tl.int32)
     else:
         return page, page
@@ -173,8 +173,8 @@ def _blocks(
     block = tl.arange(0, BLOCK_N)
     for key in range(bound_of(begin), bound_of(stop), BLOCK_N):
         keys = key + block
-        k_rows = _rows_at(k_head, page, key, block, stride_page, HEAD_DIM, PAGE, BLOCK_N)
-        v_rows = _rows_at(v_head, page, key, block, stride_page, HEAD_DIM, PAGE, BLOCK_N)
+        k_rows = rows_at(k_head, page, key, block, stride_page, HEAD_DIM, PAGE, BLOCK_N)
+        v_rows = rows_at(v_head, page, key, block, stride_page, HEAD_DIM, PAGE, BLOCK_N)
         if WORDS:
             k_rows = k_rows.to(tl.pointer_type(tl.int32))
             v_rows = v_rows.to(tl.pointer_type(tl.int32))
@@ -194,7 +194,7 @@ def _blocks(
         else:
             k_tile, v_tile = tl.load(k_at), tl.load(v_at)
         k_exponents, v_exponents = of_keys, of_values
-        page = _page_of(table, key + BLOCK_N, keys + BLOCK_N, end, PAGE, BLOCK_N)
+        page = page_of(table, key + BLOCK_N, keys + BLOCK_N, end, PAGE, BLOCK_N)
         of_keys, of_values = _block_exponents(  # type: ignore[misc]
             k_head, v_head, page, key + BLOCK_N, block, stride_page, HEAD_DIM, PAGE, BLOCK_N
         )
@@ -270,7 +270,7 @@ def _online(
     if PAGE >= BLOCK_N:
         page = first_page.to(tl.int64)
     else:
-        page = _page_of(table, begin, begin + block, end, PAGE, BLOCK_N)
+        page = page_of(table, begin, begin + block, end, PAGE, BLOCK_N)
     of_keys, of_values = _block_exponents(  # type: ignore[misc]
         k_head, v_head, page, begin, block, stride_page, HEAD_DIM, PAGE, BLOCK_N
     )

@@ -30,8 +30,9 @@ class ReferencePlan:
     mask: Tensor  # [num_reqs, 1, group * width, num_keys]; 0 or -inf, added to the scores
     out_rows: Tensor  # [num_tokens] i64; padded query rows of batch rows
     is_padding: Tensor  # [num_tokens, 1, 1] bool; rows whose result is zero
-    keys: Tensor  # [num_reqs, num_kv_heads, num_keys, head_dim]; scratch that layers refill
-    values: Tensor  # like keys
+    scratch: Sequence[Tensor]  # parts: [num_reqs, num_kv_heads, num_keys, head_dim]; layers refill
+    keys: Tensor  # the first of them
+    values: Tensor  # the last of them, its leading out_dim numbers
     width: int
 
 
@@ -59,8 +60,7 @@ class ReferenceAttention(PoolAttention):
         # With exponents, if there are any.
         self._rows_per_part = self.region.part_bytes // (self.head_dim * item_bytes)
         self._rows = [
-            (_as_rows(keys, self._rows_per_part), _as_rows(values, self._rows_per_part))
-            for keys, values in self._layers
+            tuple(_as_rows(part, self._rows_per_part) for part in parts) for parts in self._layers
         ]
         page_stride, head_stride, token_stride, _ = self._layers[0][0].stride()
         assert token_stride == self.head_dim, "a head's tokens of a page are contiguous"
@@ -99,21 +99,23 @@ class ReferenceAttention(PoolAttention):
         out_rows = owner * width + column
         is_padding = (rows >= query_start[-1]) | ~attends.flatten()[out_rows]
         kv_shape = (batch.num_reqs, self.num_kv_heads, num_keys, self.head_dim)
+        scratch = [torch.empty(kv_shape, dtype=self.dtype, device=device) for _ in self._rows[0]]
         return ReferencePlan(
             query_rows=query_rows.flatten(),
             key_rows=self._key_rows(batch.page_table, seq_lens, query_lens, keys),
             mask=mask.repeat(1, self.num_heads // self.num_kv_heads, 1).unsqueeze(1),
             out_rows=out_rows,
             is_padding=is_padding.view(-1, 1, 1),
-            keys=torch.empty(kv_shape, dtype=self.dtype, device=device),
-            values=torch.empty(kv_shape, dtype=self.dtype, device=device),
+            scratch=scratch,
+            keys=scratch[0],
+            values=scratch[-1][..., : self.shape.out_dim],
             width=width,
         )
 
     def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
         plan = current().attn_plan
         assert isinstance(plan, ReferencePlan), "the plan must be this backend's own"
-        for rows, to in zip(self._rows[layer_id], (plan.keys, plan.values), strict=True):
+        for rows, to in zip(self._rows[layer_id], plan.scratch, strict=True):
             to = to.view(-1, self.head_dim)
             if self._is_eight:
                 to.copy_(self._decoded(rows, plan.key_rows))
@@ -131,8 +133,8 @@ class ReferenceAttention(PoolAttention):
             )
         else:
             attended = self._weights(queries, plan, self.sinks[layer_id]) @ plan.values
-        attended = attended.view(-1, self.num_kv_heads, group, plan.width, self.head_dim)
-        attended = attended.permute(0, 3, 1, 2, 4).reshape(-1, self.num_heads, self.head_dim)
+        attended = attended.view(-1, self.num_kv_heads, group, plan.width, self.shape.out_dim)
+        attended = attended.permute(0, 3, 1, 2, 4).reshape(-1, self.num_heads, self.shape.out_dim)
         attended = attended.index_select(0, plan.out_rows).masked_fill_(plan.is_padding, 0.0)
         return attended if out is None else out.copy_(attended)
 

@@ -25,7 +25,7 @@ from worker.config.checkpoint.mask import CAUSAL
 from worker.errors import Unsupported
 from worker.forward.batch import Batch, Bounds
 from worker.forward.context import current
-from worker.ops.jit import HAS_TRITON, INTERPRETED, power_of_two
+from worker.ops.jit import HAS_TRITON, INTERPRETED, num_sms, power_of_two
 
 log = logging.getLogger("kvlane.attention")
 
@@ -61,9 +61,7 @@ class TritonAttention(PoolAttention):
         self._has_prompts = is_plain and serves(self._layers[0][0], self.dtype)
         self._gathered: Tensor | None = None  # keys and values of a batch of long chunks
         self._max_gathered = self.MAX_GATHERED  # less once there was no memory for more
-        self._num_sms = 132
-        if pool.device.type == "cuda":
-            self._num_sms = torch.cuda.get_device_properties(pool.device).multi_processor_count
+        self._num_sms = num_sms(pool.device)
 
     def plan(self, batch: Batch) -> PagedPlan | PromptPlan:
         lengths = batch.query_start, batch.seq_lens, batch.page_table

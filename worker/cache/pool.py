@@ -94,7 +94,7 @@ class KVPool:
     def pieces(self, page: int) -> Iterator[Tensor]:
         """All bytes of a page: [group_bytes] u8 by region and group, contiguous."""
         for groups in self._pages:
-            yield from groups[:, page]
+            yield from groups[:, page].unbind()
 
     def slot(self, slot: int) -> Tensor:
         """All bytes of a slot of state: [slot_bytes] u8."""

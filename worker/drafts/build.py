@@ -1,5 +1,7 @@
 """From the configuration to a drafter: its checkpoint, its regions, its place beside the target."""
 
+from dataclasses import replace
+
 from worker.attention.base import AttentionBackend, AttentionShape
 from worker.attention.build import build_attentions
 from worker.cache.layout import KVRegion
@@ -45,7 +47,10 @@ def regions(shape: DrafterShape, page_size: int, dtype: str) -> tuple[KVRegion, 
     heads, size = shape.num_kv_heads, shape.head_dim
     if isinstance(shape, DFlashShape):
         return (KVRegion("draft", shape.num_layers, heads, size, 1, page_size, dtype),)
-    draft = KVRegion("draft", 1, heads, size, 1, page_size, dtype)
+    parts = 2
+    if shape.latent is not None:
+        size, parts = shape.latent.width, 1
+    draft = KVRegion("draft", 1, heads, size, 1, page_size, dtype, parts)
     tail = KVRegion("tail", 1, 1, shape.hidden_size, 1, page_size, dtype, parts=1, rows="page")
     return draft, tail
 
@@ -84,21 +89,23 @@ def build_drafter(
         taps = target.tap(model.shape.taps, _most_tokens(config))
     strict = config.engine.strict
     if isinstance(model, ChainDrafter):
-        attention = _attention(config, model, pool, FROM_KEY_1)
+        attended = replace(model.attention.attended(), mask=FROM_KEY_1, region="draft")
+        attention = _attention(config, attended, pool)
         return Chain(Features(model, taps, poison=strict), attention, pool, state)
     assert isinstance(model, DFlashDrafter)
-    attentions = {mask: _attention(config, model, pool, mask) for mask, _ in model.runs}
+    heads, size = model.heads, model.shape.head_dim
+    sizes = heads.num_heads, heads.num_kv_heads, size, size**-0.5
+    attentions = {
+        mask: _attention(config, AttentionShape(*sizes, mask, "draft"), pool)
+        for mask, _ in model.runs
+    }
     features = Features(model, taps, poison=strict)
     return DFlash(features, attentions, pool, state, config.spec.block)
 
 
-def _attention(
-    config: WorkerConfig, model: DrafterModel, pool: KVPool, mask: KeyMask
-) -> AttentionBackend:
+def _attention(config: WorkerConfig, shape: AttentionShape, pool: KVPool) -> AttentionBackend:
     backend = config.engine.attention.spec
     names = {"spec": backend, "prefill": backend, "decode": backend}
-    heads, size = model.heads, model.shape.head_dim
-    shape = AttentionShape(heads.num_heads, heads.num_kv_heads, size, size**-0.5, mask, "draft")
     try:
         return build_attentions(names, pool, shape).spec
     except UserError as refusal:

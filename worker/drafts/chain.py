@@ -25,10 +25,14 @@ from worker.forward.context import forward_context
 from worker.model.attention import SelfAttention
 from worker.model.decoder import MTP_PREFIXES, Decoder, feed_forward_of
 from worker.model.experts import Experts
+from worker.model.kinds import KINDS
+from worker.model.latent import LatentAttention
 from worker.model.layers import NormOptions, ReplicatedLinear, RMSNorm
 from worker.ops.norms import pair_norm
 from worker.step.rows import SampledRows
 from worker.step.state import StepState
+
+HEAD = "shared_head.head.weight"
 
 
 class ChainDrafter(DrafterModel):
@@ -61,7 +65,10 @@ class ChainDrafter(DrafterModel):
         self.hidden_norm = norm("hidden_norm")
         self.projection = linear("projection", 2 * size, bias=shape.projection_bias)
         self.layer_norm = norm("layer_norm")
-        self.attention = SelfAttention(shape, 0, self.rotary, self.inside("attention"))
+        kind = KINDS[shape.features.attention]
+        self.attention: SelfAttention | LatentAttention = kind.build(
+            shape, 0, self.rotary, self.inside("attention")
+        )
         self.post_norm = RMSNorm(size, eps, placement, options)
         is_sparse = shape.experts is not None
         inside = self.inside("feed_forward")
@@ -120,7 +127,11 @@ class ChainDrafter(DrafterModel):
         return projected if self.layer_norm is None else self.layer_norm(projected), projected
 
     def ignores(self, name: str) -> bool:
-        is_target_s = self.shape.form == "mtp" and not name.startswith(MTP_PREFIXES)
+        own = self.shape.names["attention"].rpartition(".")[0]  # of its layer
+        is_mtp = self.shape.form == "mtp"
+        is_target_s = is_mtp and not name.startswith((*MTP_PREFIXES, f"{own}."))
+        # Copies of the target's embedding and head, as DeepSeek's layers have them.
+        is_target_s |= is_mtp and name in (f"{own}.embed_tokens.weight", f"{own}.{HEAD}")
         experts = self.feed_forward
         is_elsewhere = isinstance(experts, Experts) and experts.is_elsewhere(name)
         return is_target_s or is_elsewhere or super().ignores(name)

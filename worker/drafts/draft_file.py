@@ -7,6 +7,7 @@ is a value that we do not compute, or a field with two readings.
 import re
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from worker.config.checkpoint.shape import (
     ModelShape,
     read_architecture,
     read_layer_shape,
+    read_layers,
     refuse_what_we_cannot_compute,
 )
 from worker.config.checkpoint.windows import refuse_windows
@@ -27,6 +29,7 @@ from worker.drafts.draft_forms import (
     DRAFTS,
     FORMS,
     HYBRID_ROPE,
+    LATENT_ROPE,
     MISSING,
     OF_TARGET,
     ROPE,
@@ -77,6 +80,7 @@ class DrafterFile:
         if form.drafter != drafter:
             problem = f"{name!r} drafts {DRAFTS[form.drafter]}: set spec.drafter to {form.drafter}"
             raise fields.unsupported(field, problem, "")
+        form = form.of_target(target.num_layers)
         layer = fields.inner(form.layer) if form.layer else fields
         architecture = name if field == "architectures" else f"speculators' {name}"
         file = cls(path, fields, layer, form, architecture, target, tensor_names(path))
@@ -84,7 +88,8 @@ class DrafterFile:
         for place, rules in form.objects.items():
             _check(fields.inner(place) if place else fields, rules)
         for place in ("rope_scaling", "rope_parameters"):
-            _check(layer.inner(place), HYBRID_ROPE if form.is_hybrid else ROPE)
+            rope = HYBRID_ROPE if form.is_hybrid else LATENT_ROPE if form.is_latent else ROPE
+            _check(layer.inner(place), rope)
         for field, reason in form.needed.items():
             where = file._holder(field)
             if where.get(field, f"rope_parameters.{field}", f"rope_scaling.{field}") is None:
@@ -121,10 +126,13 @@ class DrafterFile:
         if layer.get("model_type") == "qwen3" and self.form.flags["qk_norm"] is not False:
             flags["qk_norm"] = True
         own: dict[str, Any] = {}
+        sizes = partial(read_layer_shape, rotary=0.25 if hybrid else None)
         if self.form.kind == "mtp":  # a file of the target's leaves out what its class says
             layer = with_class_defaults(layer, self.architecture)
             own = self._own(layer)
-        return read_layer_shape(layer, rotary=0.25 if hybrid else None) | flags | own | {
+            if self.form.is_latent:
+                sizes = partial(read_layers, family=FAMILIES[self.architecture])
+        return sizes(layer) | flags | own | {
             "architecture": self.architecture,
             "vocab_size": vocab_size,
             "target_vocab_size": target.vocab_size,
@@ -138,7 +146,8 @@ class DrafterFile:
             experts = read_experts(layer, family).get("experts")
         router = f"{self.form.parts['layer']}{self.form.parts['feed_forward']}.gate.weight"
         # Files say by their tensors whether this one has experts, where not all of the others do.
-        is_sparse = router in self.tensors if self.tensors else all(self.target.is_sparse)
+        others = self.target.is_sparse[-1:] if self.form.is_latent else self.target.is_sparse
+        is_sparse = router in self.tensors if self.tensors else all(others)
         own = experts if is_sparse else None
         return {"quantization": self.target.quantization, "experts": own}
 

@@ -1,11 +1,12 @@
 """The published forms of drafters, as a table that `draft_file` reads files by. Free of torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from worker.drafts.drafter_shape import ChainKind
 
+BEHIND = "{behind}"  # in a name: the number of the layer behind the target's
 ANOTHER = "take another drafter, or set spec.drafter to ngram, which needs no weights"
 OF_TARGET = "take a drafter that was made for this model, or set spec.drafter to ngram"
 # Field -> the values that we compute; None: any, or the reader decides.
@@ -28,6 +29,16 @@ class Form:
     # between them. One that begins with "." is behind the name of the part "layer".
     parts: Mapping[str, str]
     own: Mapping[str, str]  # parts that only some files have
+
+    def of_target(self, num_layers: int) -> "Form":
+        """The same, with the names that it has in files of a target of so many layers."""
+        named = {part: x.replace(BEHIND, str(num_layers)) for part, x in self.parts.items()}
+        return replace(self, parts=named)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether its target has latent attention, and its layer too."""
+        return self.kind == "mtp" and "kv_lora_rank" in self.objects[""]
 
     @property
     def is_hybrid(self) -> bool:
@@ -64,6 +75,13 @@ _HYBRID_LAYER = _CHAIN_LAYER | _any("""
     "attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",),
     "mtp_use_dedicated_embeddings": (False,),
 }  # fmt: skip
+# Of targets with latent attention, whose files have one more layer, which drafts.
+_LATENT_LAYER = _CHAIN_LAYER | _any("""
+    first_k_dense_replace kv_lora_rank mlp_layer_types moe_intermediate_size moe_layer_freq n_group
+    n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok num_nextn_predict_layers
+    q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim rope_interleave routed_scaling_factor
+    scoring_func topk_group topk_method v_head_dim
+""")
 _SEES = _any("""
     architectures dtype model_type quantization_config text_config tie_word_embeddings torch_dtype
     vision_config
@@ -73,6 +91,7 @@ ROPE = _any("""
     rope_theta rope_type type
 """)
 HYBRID_ROPE = ROPE | _any("mrope_interleaved mrope_section")  # of text its three rows are one
+LATENT_ROPE = ROPE | _any("attention_factor beta_fast beta_slow mscale mscale_all_dim truncate")
 _EAGLE3 = _any("""
     draft_vocab_size eagle_aux_hidden_state_layer_ids fc_norm norm_before_fc norm_before_residual
     norm_output num_aux_hidden_states reuse_target_lm_head target_hidden_size
@@ -178,6 +197,20 @@ FORMS: Mapping[str, Mapping[str, Form]] = {"architectures": {
             "projection": ".input_proj", "final_norm": ".final_layernorm",
         },
         own={},
+    ),
+    **dict.fromkeys(
+        ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+        Form(
+            drafter="chain", kind="mtp", needed={}, objects={"": _LATENT_LAYER}, own={},
+            flags=_CHAIN | {
+                "qkv_bias": False, "output_bias": False, "qk_norm": False, "norm_output": True,
+            },
+            parts=_PARTS | {
+                "layer": f"model.layers.{BEHIND}", "token_norm": ".enorm", "hidden_norm": ".hnorm",
+                "projection": ".eh_proj", "layer_norm": ".input_layernorm",
+                "final_norm": ".shared_head.norm",
+            },
+        ),
     ),
     **dict.fromkeys(
         ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),

@@ -37,6 +37,7 @@ class DrafterShape(LayerShape):
             self.qkv_bias,
             self.output_bias,
             self.qk_norm,
+            attention="heads" if self.latent is None else "latent",
             experts=FAMILIES[self.architecture].layers.experts if self.experts else None,
             output_gate=self.output_gate,
             centred=self.centred,

@@ -23,9 +23,10 @@ class LayerAttention(Protocol):
     def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
         """Attend up to the tokens' positions; the tokens' own keys and values are stored already.
 
-        q: [num_tokens, num_heads, head_dim] of the pool's dtype. Returns the same shape, in the
-        memory of `out` if given (of q's shape and dtype, contiguous); padded tokens are zero. The
-        plan is the current context's. A result depends on no slot past its request's KV length.
+        q: [num_tokens, num_heads, head_dim] of the pool's dtype. Returns the same shape, or with
+        AttentionShape.value_dim for head_dim, in the memory of `out` if given (of that shape and
+        q's dtype, contiguous); padded tokens are zero. The plan is the current context's. A result
+        depends on no slot past its request's KV length.
         """
         ...
 

@@ -41,6 +41,8 @@ from worker.weights.shard import (
 
 def moved_rows_of(shape: LayerShape) -> tuple[tuple[slice, slice], ...]:
     """See weights.shard.moved_rows."""
+    if shape.latent is not None:
+        return ()
     interleaved = shape.features.interleaved
     return moved_rows(shape.head_dim, shape.rotary_dim, interleaved=interleaved)
 

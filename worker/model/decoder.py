@@ -18,6 +18,7 @@ from worker.model.attention import RotaryEmbedding, SelfAttention
 from worker.model.delta_net import DeltaNet
 from worker.model.experts import Experts
 from worker.model.kinds import KINDS, kinds_of
+from worker.model.latent import LatentAttention
 from worker.model.layers import (
     ColumnParallelLinear,
     LayerNorm,
@@ -119,7 +120,9 @@ class DecoderLayer(nn.Module):
         self.attention_norm = norm(self._names.attention_out, before=False)
         self.kind, self._mixer = made.kind, kind.mixer
         inside = placement.below(kind.mixer)
-        self.attention: SelfAttention | DeltaNet = kind.build(shape, made.number, rotary, inside)
+        self.attention: SelfAttention | LatentAttention | DeltaNet = kind.build(
+            shape, made.number, rotary, inside
+        )
         self.post_norm = norm(self._names.feed_forward_in, before=True) or Sum()
         self._block = features.experts.block if features.experts and made.is_sparse else "mlp"
         inside = placement.below(self._block)
@@ -333,5 +336,8 @@ class Decoder(nn.Module):
     def ignores(self, name: str) -> bool:
         tied_head = self.head is self.embedding and name == "lm_head.weight"
         ignored = name.startswith(self.ignored_prefixes) or name.endswith(self.ignored_suffixes)
+        if self.shape.latent is not None:  # a layer that drafts lies behind the others
+            prefix = FAMILIES[self.shape.architecture].prefix
+            ignored |= name.startswith(f"{prefix}.layers.{self.shape.num_layers}.")
         is_elsewhere = any(each.is_elsewhere(name) for each in self.experts[:1])  # as in all layers
         return tied_head or ignored or is_elsewhere

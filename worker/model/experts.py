@@ -32,7 +32,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         assert shape.experts is not None
-        refuse_others(shape.experts, placement.device)
+        refuse_others(shape.experts)
         self.shape, size = shape.experts, shape.hidden_size
         self._collective = group = placement.collective
         self.held, columns = rank_experts(

@@ -51,6 +51,12 @@ def _heads_region(shape: ModelShape, num_layers: int, cut: Cut) -> KVRegion:
     return KVRegion("target", *sizes, cut.num_groups, cut.page_size, cut.kv_dtype)
 
 
+def _latent_region(shape: ModelShape, num_layers: int, cut: Cut) -> KVRegion:
+    assert shape.latent is not None
+    sizes = num_layers, 1, shape.latent.width
+    return KVRegion("target", *sizes, cut.num_groups, cut.page_size, cut.kv_dtype, parts=1)
+
+
 def _delta_region(shape: ModelShape, num_layers: int, cut: Cut) -> StateRegion:
     assert shape.delta is not None
     return StateRegion(num_layers, *shape.delta, cut.dtype)
@@ -72,6 +78,15 @@ KINDS: Mapping[str, LayerKind] = {
         region=_heads_region,
         share=lambda shape, *ranks: split_heads(shape.num_heads, shape.num_kv_heads, *ranks),
         width=lambda shape: shape.num_heads * shape.head_dim,
+    ),
+    "latent": LayerKind(
+        mixer="self_attn",
+        people="latent attention",
+        module="worker.model.latent:LatentAttention",
+        region=_latent_region,
+        share=lambda shape, *ranks: split_heads(shape.num_heads, shape.num_kv_heads, *ranks),
+        width=lambda shape: shape.num_heads * shape.latent.value_dim,
+        is_traced=False,
     ),
     "delta": LayerKind(
         mixer="linear_attn",

@@ -91,5 +91,12 @@ def power_of_two(n: int) -> int:
 
 
 @cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; for what is no GPU, those of an H200."""
+    is_gpu = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 132
+
+
+@cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from worker.ops.norms import swiglu
 from worker.ops.op import op
 from worker.ops.scaled import E4M3, multiplies_eight_bits
 
@@ -54,15 +55,17 @@ def packed_product_ref(
     scales: Tensor,
     zeros: Tensor | None = None,
     factors: Tensor | None = None,
+    gated: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """x times the transposed numbers, summed up in f32 and rounded once: [m, n] of x's dtype.
 
-    x: [m, k] any float; values, scales, zeros, factors: of [n, k], see `worth`; out: [m, n], where
-    the result goes; None: to new memory.
+    x: [m, k] any float; values, scales, zeros, factors: of [n, k], see `worth`; gated: its swiglu,
+    [m, n / 2]; out: of the result, where it goes; None: to new memory.
     """
     w = worth(values, scales, zeros, factors)[:, : x.shape[1]]
     y = F.linear(x.float(), w).to(x.dtype)
+    y = swiglu(y) if gated else y
     return y if out is None else out.copy_(y)
 
 

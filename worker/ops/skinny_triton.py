@@ -102,7 +102,7 @@ def _skinny_gemm_kernel(
         if PDL and step == TRIGGER:
             gdc_launch_dependents()
     if GATED:
-        acc = _gated(acc, BLOCK_M, WIDTH, out.dtype.element_ty)
+        acc = gated_sums(acc, BLOCK_M, WIDTH, out.dtype.element_ty)
     acc = tl.trans(acc)
 
     cols = tile * WIDTH + tl.arange(0, WIDTH)
@@ -141,7 +141,7 @@ def store_sums(
 
 
 @triton.jit
-def _gated(acc, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, dtype):
+def gated_sums(acc, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, dtype):
     """silu(gate) · up of acc [2 · WIDTH, BLOCK_M], rounded as swiglu of a stored product is."""
     pair = tl.permute(tl.reshape(acc, (2, WIDTH, BLOCK_M)), (1, 2, 0))
     gate, up = tl.split(pair)

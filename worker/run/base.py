@@ -55,9 +55,10 @@ class LoadedModel:
 class BucketCheck:
     """Result of the start-up check of one bucket. Filled by `run/check.py`."""
 
-    kind: Literal["prefill", "prefill_full", "decode"]  # Forward.path: piecewise, graph, graph
+    kind: Literal["prefill", "decode"]
     bucket: int  # tokens of chunks, or requests that decode
     width: int = field(default=1, kw_only=True)  # of their windows
+    fixed_len: int = field(default=0, kw_only=True)  # of an unbroken graph of chunks; 0: piecewise
     equal: bool  # graph and eager agree: bit for bit, or within `rounding` if a compiler fused ops
     graph_ms: float  # time of one prefill forward, or of one greedy decode step
     eager_ms: float

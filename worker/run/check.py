@@ -82,17 +82,17 @@ def check_chunk_bucket(
     num_tokens: int,
     ways: tuple[LaunchChunks, LaunchChunks],
     *,
-    fixed_shape: bool,
+    fixed_len: int,
     rounding: float = 0.0,
 ) -> BucketCheck | None:
     """As `check_bucket`, of a batch of chunks padded to `num_tokens`; `ways`: op by op, by replays.
 
     Compares sums of the KV's bits, and the forward's hidden states. With `rounding`, a row of
     hidden states may differ by this share of its norm, and KV is not compared: wrong KV shows in
-    the hidden states that attend to it. fixed_shape: see `BatchBuffers.chunks`.
+    the hidden states that attend to it. fixed_len: see `BatchBuffers.chunks`.
     """
-    scene = ChunkScene(loaded, num_tokens, fixed_shape=fixed_shape)
-    name = f"{num_tokens} tokens, {'unbroken' if fixed_shape else 'piecewise'}"
+    scene = ChunkScene(loaded, num_tokens, fixed_len)
+    name = f"{num_tokens} tokens, {f'unbroken to {fixed_len}' if fixed_len else 'piecewise'}"
     if not scene.fits:
         log.info("%s: not compared, the KV pool is too small", name)
         return None
@@ -106,8 +106,8 @@ def check_chunk_bucket(
     batch = scene.set()
     graph_ms, eager_ms = scene.times_ms([partial(launch, batch) for launch in ways[::-1]])
     scene.reset()
-    kind = "prefill_full" if fixed_shape else "prefill"
-    return _reported(BucketCheck(kind, num_tokens, all(same), graph_ms, eager_ms), name, loaded)
+    check = BucketCheck("prefill", num_tokens, all(same), graph_ms, eager_ms, fixed_len=fixed_len)
+    return _reported(check, name, loaded)
 
 
 def _reported(check: BucketCheck, name: str, loaded: LoadedModel) -> BucketCheck:
@@ -246,10 +246,10 @@ class ChunkScene(_Scene):
     There are three chunks: fewer if limits are lower, more if max_len is too short for three.
     """
 
-    def __init__(self, loaded: LoadedModel, padded_tokens: int, *, fixed_shape: bool) -> None:
+    def __init__(self, loaded: LoadedModel, padded_tokens: int, fixed_len: int) -> None:
         page_size, max_len = loaded.pool.layout.page_size, loaded.max_len
         grain = loaded.model.shape.grain
-        most = loaded.buffers.fixed_reqs if fixed_shape else int(loaded.config.max_num_reqs)
+        most = loaded.buffers.fixed_reqs if fixed_len else int(loaded.config.max_num_reqs)
         self.num_tokens = padded_tokens - padded_tokens // 16
         prefix = min(page_size + 1, max_len // 2)
         if grain > 1:  # chunks begin at multiples of it
@@ -273,14 +273,14 @@ class ChunkScene(_Scene):
         longest = max(start + count for start, count in zip(starts, counts, strict=True))
         pages = _pages_of_rows(num_reqs, num_pages)
         self._plan = Plan(0, pages=pages, chunks=chunks, max_seq_len_ub=longest)
-        self._padded_tokens, self._fixed_shape = padded_tokens, fixed_shape
+        self._padded_tokens, self._fixed_len = padded_tokens, fixed_len
         super().__init__(loaded, num_reqs * num_pages + 1, num_reqs)
 
     def set(self) -> Batch:
         """Fill the pages; returns the batch over them."""
         self.fill()
         buffers = self._loaded.buffers
-        return buffers.chunks(self._plan, self._padded_tokens, fixed_shape=self._fixed_shape)
+        return buffers.chunks(self._plan, self._padded_tokens, fixed_len=self._fixed_len)
 
     def outcome(self, launch: LaunchChunks) -> tuple[Tensor, Tensor]:
         """The hidden states (a long step's: of last tokens), and `written`."""

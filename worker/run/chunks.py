@@ -41,7 +41,7 @@ def run_chunks(
     if plan.copies is not None:
         loaded.pool.copy(plan.copies)
     with nullcontext() if groups is None else groups.released_on_error():
-        batch = loaded.buffers.chunks(plan, shape.num_tokens, fixed_shape=shape.fixed)
+        batch = loaded.buffers.chunks(plan, shape.num_tokens, fixed_len=shape.fixed_len)
         hidden, path = graphs.chunks.launch(batch, None if groups is None else groups.on_layer)
         _join_ranks(loaded)
         if groups is not None:

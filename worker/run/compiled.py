@@ -115,8 +115,9 @@ ADD_RMS_NORM_EIGHT = _custom_op(
 )
 PACKED_PRODUCT = _custom_op(
     packed_product,
-    "(Tensor x, Tensor values, Tensor scales, Tensor? zeros=None, Tensor? factors=None) -> Tensor",
-    lambda x, values, *_: x.new_empty(x.shape[0], values.shape[0]),
+    "(Tensor x, Tensor values, Tensor scales, Tensor? zeros=None, Tensor? factors=None, "
+    "bool gated=False) -> Tensor",
+    lambda x, w, _, __=None, ___=None, gated=False: x.new_empty(x.size(0), w.size(0) >> gated),
 )
 RMS_NORM = _custom_op(
     rms_norm,

@@ -5,16 +5,17 @@ in the static buffers of `BatchBuffers`, padded with tokens of page 0. Requests,
 matter to attention only, which is planned and launched for the live batch. The graphs hold the
 layers and the final norm, not embedding and head.
 
-Buckets of up to MAX_FULL tokens are also captured without breaks, for a few short requests: gaps
-between pieces cost time when a layer takes about 100 us. For these captures the attention backend
-has to read lengths on the device (static_plan). Steps with a layer hook never use them.
+Buckets of up to MAX_FULL tokens are also captured without breaks, for a few short requests, those
+of up to MAX_FAR again, for a few of any length, as behind a prefix that was found: gaps between
+pieces cost time when a layer takes about 100 us. For these captures the attention backend has to
+read lengths on the device (static_plan). Steps with a layer hook never use them.
 """
 
 import bisect
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 
@@ -36,6 +37,7 @@ log = logging.getLogger("kvlane.graph")
 
 MAX_BUCKET = 4096  # beyond, a layer of any model takes longer to compute than to launch
 MAX_FULL = 1024  # beyond, gaps between pieces are negligible beside a layer's time
+MAX_FAR = 256  # as that, where requests may be long; all graphs add to the time of a start
 # A full capture is cut after attention of these layers, from 1; a layer launches in 8 us.
 CUT_AFTER = frozenset({2, 8})
 # A piecewise graph is kept below TIE times eager's time: graphs relieve the host, and two
@@ -48,15 +50,15 @@ FREE_TOKENS = MAX_STREAMED_ROWS  # padding up to here is free: a GEMM is bound b
 class Bucket:
     """A padded number of tokens that may have graphs; times from the start-up check, 0 = none.
 
-    `choose_shape` may choose the graphs whose flags, `piecewise` and `full`, are set.
+    `choose_shape` may choose pieces if `piecewise` is set, and the unbroken graphs in `full_ms`.
     """
 
     num_tokens: int
     eager_ms: float = 0.0
     piecewise_ms: float = 0.0
-    full_ms: float = 0.0
     piecewise: bool = True
-    full: bool = False  # captured without breaks (in up to 3 segments)
+    # Of what is captured without breaks (in up to 3 segments), by the tokens of a request.
+    full_ms: dict[int, float] = field(default_factory=dict[int, float])
 
 
 class PiecewiseChunks(ChunkGraphs):
@@ -77,10 +79,9 @@ class PiecewiseChunks(ChunkGraphs):
         self.buckets = [Bucket(n) for n in chunk_buckets(max_tokens)]
         self.loaded, self._memory, self._eager = loaded, memory, EagerChunks(loaded)
         self.traced, self.rounding = traced, rounding
-        # By padded tokens, with the hidden states [tokens, hidden], or of the last-token rows. The
-        # next replay of any bucket overwrites these.
-        self.piecewise: dict[int, Capture[Tensor]] = {}
-        self.full: dict[int, Capture[Tensor]] = {}
+        # By padded tokens and `fixed_len` (0: piecewise), with the hidden states [tokens, hidden],
+        # or of the last-token rows. The next replay of any bucket overwrites these.
+        self.captured: dict[tuple[int, int], Capture[Tensor]] = {}
         self._launched_variants: set[Hashable] = {None}  # of attention; None: it has only one
         placement = loaded.model.placement
         shape = self.buckets[-1].num_tokens, loaded.model.shape.hidden_size
@@ -91,8 +92,8 @@ class PiecewiseChunks(ChunkGraphs):
         for bucket in reversed(self.buckets):
             self._launch_variants(bucket.num_tokens)
             if self.traced is None:  # else torch.compile comes with the captures
-                for full in self._kinds(bucket):
-                    self._body(bucket.num_tokens, full=full)(None)
+                for fixed_len in self._kinds(bucket):
+                    self._body(bucket.num_tokens, fixed_len)(None)
 
     @torch.inference_mode()
     def capture_largest(self) -> None:
@@ -105,7 +106,7 @@ class PiecewiseChunks(ChunkGraphs):
             progress("capture", i, len(self.buckets))
             self.capture_bucket(bucket)
             self._launch_variants(bucket.num_tokens)
-        captured = *self.piecewise.values(), *self.full.values()
+        captured = self.captured.values()
         log.info(
             "captured chunks of %s tokens: %d graphs in %.1f s, %.2f GiB",
             ", ".join(str(bucket.num_tokens) for bucket in self.buckets),
@@ -121,22 +122,24 @@ class PiecewiseChunks(ChunkGraphs):
         self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
     ) -> PaddedShape:
         buffers = self.loaded.buffers
-        fits = num_reqs <= buffers.fixed_reqs and max_seq_len_ub <= buffers.max_fixed_len
-        shape = choose_shape(num_tokens, self.buckets, full=fits and not hooked)
+        fixed_len = 0
+        if num_reqs <= buffers.fixed_reqs and not hooked:
+            fixed_len = next((most for most in buffers.fixed_lens if max_seq_len_ub <= most), 0)
+        shape = choose_shape(num_tokens, self.buckets, fixed_len)
         if shape.num_tokens and num_reqs > buffers.max_reqs(shape.num_tokens):
             return PaddedShape(refused="many")
         return shape
 
     def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
-        fixed = batch.host is None
-        captured = (self.full if fixed else self.piecewise).get(batch.num_tokens)
+        fixed_len = batch.bounds.max_seq_len if batch.host is None else 0
+        captured = self.captured.get((batch.num_tokens, fixed_len))
         rows = batch.last_token_rows
         num_hidden = batch.num_tokens if rows is None else len(rows)
         if captured is None or len(captured.made) != num_hidden:
             return self._eager.launch(batch, on_layer)  # the batch matches no graph
         attention, model = self.loaded.attention.prefill, self.loaded.model
         self.embedded[: batch.num_tokens].copy_(model.embed(batch.input_ids))
-        if fixed:
+        if fixed_len:
             assert on_layer is None, "a graph without breaks calls no hook"
             captured.replay()
             return Forward(captured.made, "graph")
@@ -145,37 +148,40 @@ class PiecewiseChunks(ChunkGraphs):
         return Forward(captured.made, "piecewise")
 
     def close(self) -> None:
-        self.piecewise.clear()
-        self.full.clear()
+        self.captured.clear()
 
     def capture_bucket(self, bucket: Bucket) -> None:
         """Capture the graphs of one bucket."""
-        for full in self._kinds(bucket):
+        for fixed_len in self._kinds(bucket):
             capture = Capture[Tensor](self._memory)
             capture.made = self._memory.alias(
-                capture.record(self._body(bucket.num_tokens, full=full))
+                capture.record(self._body(bucket.num_tokens, fixed_len))
             )
-            (self.full if full else self.piecewise)[bucket.num_tokens] = capture
-        bucket.full = bucket.num_tokens in self.full
+            self.captured[bucket.num_tokens, fixed_len] = capture
 
-    def _kinds(self, bucket: Bucket) -> Sequence[bool]:
-        """Its graphs; True is the one without breaks."""
-        static = self.loaded.attention.prefill.static_plan
-        unbroken = static and not self.loaded.always_hooked and bucket.num_tokens <= MAX_FULL
-        return (False, True) if unbroken else (False,)
+    def _kinds(self, bucket: Bucket) -> Sequence[int]:
+        """The `fixed_len` of its graphs; 0 is the piecewise one."""
+        if not self.loaded.attention.prefill.static_plan or self.loaded.always_hooked:
+            return (0,)
+        short, *far = self.loaded.buffers.fixed_lens
+        size = bucket.num_tokens
+        return 0, *([short] if size <= MAX_FULL else []), *(far if size <= MAX_FAR else [])
 
-    def _body(self, num_tokens: int, *, full: bool) -> Callable[[Capture[Tensor] | None], Tensor]:
+    def _body(self, num_tokens: int, fixed_len: int) -> Callable[[Capture[Tensor] | None], Tensor]:
         """What is captured: the forward of a batch of padding."""
         attention, buffers = self.loaded.attention.prefill, self.loaded.buffers
         longest = min(num_tokens, self.loaded.max_len)
-        if full:
-            batch = buffers.chunks(_sink_plan([longest], longest), num_tokens, fixed_shape=True)
+        if fixed_len:
+            batch = buffers.chunks(_sink_plan([longest], longest), num_tokens, fixed_len=fixed_len)
         else:
             batch = buffers.blank_chunk(num_tokens)
 
         def body(under_way: Capture[Tensor] | None) -> Tensor:
-            breaks = Cuts(under_way, CUT_AFTER) if full and under_way is not None else under_way
-            runs_attention = full or under_way is None  # a piecewise capture only notes its breaks
+            breaks = under_way
+            if fixed_len and under_way is not None:
+                breaks = Cuts(under_way, CUT_AFTER)
+            # A piecewise capture only notes its breaks.
+            runs_attention = fixed_len > 0 or under_way is None
             attn_plan = attention.plan(batch) if runs_attention else None
             with forward_context(batch, attention, attn_plan, breaks=breaks):
                 return self.forward(batch)
@@ -222,25 +228,25 @@ class PiecewiseChunks(ChunkGraphs):
         num_tokens = bucket.num_tokens
         ways = self._eager.launch, self.launch
         compare = partial(check_chunk_bucket, self.loaded, num_tokens, ways, rounding=self.rounding)
-        piecewise = compare(fixed_shape=False)
-        full = compare(fixed_shape=True) if num_tokens in self.full else None
-        if piecewise is not None:
-            bucket.eager_ms, bucket.piecewise_ms = piecewise.eager_ms, piecewise.graph_ms
-            bucket.piecewise = piecewise.graph_ms < TIE * piecewise.eager_ms
-        bucket.full = False  # without a comparison only the piecewise graph is used
-        if full is not None:
-            bucket.full_ms = full.graph_ms
-            bucket.full = full.graph_ms < min(full.eager_ms, bucket.piecewise_ms or full.eager_ms)
-        for kind, kept, captured in (
-            ("piecewise", bucket.piecewise, self.piecewise),
-            ("unbroken", bucket.full, self.full),
-        ):
-            if kept or self.loaded.model.collective.size > 1 or num_tokens not in captured:
+        kinds = [fixed_len for size, fixed_len in self.captured if size == num_tokens]
+        compared = [compare(fixed_len=fixed_len) for fixed_len in kinds]
+        checks = [check for check in compared if check is not None]
+        bucket.full_ms.clear()  # without a comparison only the piecewise graph is used
+        for check in checks:
+            if not check.fixed_len:
+                bucket.eager_ms, bucket.piecewise_ms = check.eager_ms, check.graph_ms
+                bucket.piecewise = check.graph_ms < TIE * check.eager_ms
+            elif check.graph_ms < min(check.eager_ms, bucket.piecewise_ms or check.eager_ms):
+                bucket.full_ms[check.fixed_len] = check.graph_ms
+        for fixed_len in kinds:
+            kept = fixed_len in bucket.full_ms if fixed_len else bucket.piecewise
+            if kept or self.loaded.model.collective.size > 1:
                 continue
-            del captured[num_tokens]
+            del self.captured[num_tokens, fixed_len]
+            kind = f"graph of requests to {fixed_len}" if fixed_len else "piecewise graph"
             why = "not faster, or not compared"
-            log.info("%d tokens: dropped the %s graph (%s)", num_tokens, kind, why)
-        return [check for check in (piecewise, full) if check is not None]
+            log.info("%d tokens: dropped the %s (%s)", num_tokens, kind, why)
+        return checks
 
 
 def _sink_plan(counts: Sequence[int], max_seq_len_ub: int) -> Plan:
@@ -249,31 +255,31 @@ def _sink_plan(counts: Sequence[int], max_seq_len_ub: int) -> Plan:
     return Plan(0, chunks=chunks, max_seq_len_ub=max_seq_len_ub)
 
 
-def choose_shape(num_tokens: int, buckets: Sequence[Bucket], *, full: bool = False) -> PaddedShape:
+def choose_shape(num_tokens: int, buckets: Sequence[Bucket], fixed_len: int = 0) -> PaddedShape:
     """Choose the bucket to which a batch is padded, or say why it is launched eagerly.
 
     Reasons: `too_long`; `dropped`: eager was as fast; `padding`: the padded step would take longer
     than eager, by its tokens (over twice as many) or by the measured times. `padded` adds `many`:
-    there are more requests than the graph computes hidden states for. buckets: ascending; full: the
-    unbroken graph can serve the batch: no layer hook, and it fits the fixed shape.
+    there are more requests than the graph computes hidden states for. buckets: ascending;
+    fixed_len: of the unbroken graphs that can serve the batch: no layer hook, and it fits; 0: none.
     """
     at = bisect.bisect_left([bucket.num_tokens for bucket in buckets], num_tokens)
     if at == len(buckets):
         return PaddedShape(refused="too_long")
     bucket = buckets[at]
-    full = full and bucket.full
-    if not full and not bucket.piecewise:
+    full_ms = bucket.full_ms.get(fixed_len)
+    if full_ms is None and not bucket.piecewise:
         return PaddedShape(refused="dropped")
     if bucket.num_tokens > max(2 * num_tokens, FREE_TOKENS):
         return PaddedShape(refused="padding")
-    graph_ms = bucket.full_ms if full else bucket.piecewise_ms
+    graph_ms = bucket.piecewise_ms if full_ms is None else full_ms
     if at and graph_ms:
         below = buckets[at - 1]
         share = (num_tokens - below.num_tokens) / (bucket.num_tokens - below.num_tokens)
         eager_ms = below.eager_ms + share * (bucket.eager_ms - below.eager_ms)
         if below.eager_ms and graph_ms > TIE * eager_ms:
             return PaddedShape(refused="padding")
-    return PaddedShape(bucket.num_tokens, fixed=full)
+    return PaddedShape(bucket.num_tokens, 0 if full_ms is None else fixed_len)
 
 
 def chunk_buckets(max_tokens: int) -> list[int]:

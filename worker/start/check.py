@@ -32,7 +32,7 @@ def names_of(transport: TransportConfig, engines: Mapping[str, EngineConfig]) ->
         named["transport.kind"] = transport.kind, KINDS[transport.name]
     for path, engine in engines.items():
         for kind, name in engine.attention.model_dump().items():
-            named[f"{path}.attention.{kind}"] = name, (*chain(*BACKENDS.values()), "auto")
+            named[f"{path}.attention.{kind}"] = name, {*chain(*BACKENDS.values()), "auto"}
     return named
 
 
@@ -104,6 +104,8 @@ def check_kv(
         raise UserError(
             f"{path}: {dtype} is served {ON_GPUS}, and this one has {has}; {remedy}", path
         )
+    if shape.latent is not None:
+        raise UserError(f"{path}: {dtype} keeps no latents of attention (MLA); {remedy}", path)
     if shape.features.qkv_bias:
         raise UserError(
             f"{path}: {dtype} loses too much of keys with a bias, whose channels differ by far; "

@@ -77,6 +77,8 @@ def model_digest(shape: LayerShape, weights: str) -> str:
     """Digest a model or a drafter: its configuration of KV, and its weights' digest."""
     fields = {name: value for name, value in asdict(shape).items() if name not in NOT_OF_KV}
     del fields["quantization"], fields["experts"]
+    if shape.latent is None:
+        del fields["latent"]
     # Under its first name; dtypes and shapes of the weights tell what the format is.
     held = shape.quantization
     later = {

@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import torch
 
 from worker.cache.layout import KVLayout
@@ -175,6 +177,46 @@ class CudaMemory(DeviceMemory):
             reserve=reserve_bytes,
             fraction=float(self._engine.memory_fraction),
         )
+
+
+# Of a control group: its limit, what it uses, and of that what can be dropped, by version.
+GROUP_FILES = {
+    2: ("memory.max", "memory.current", "inactive_file"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def host_memory(
+    groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> tuple[int, str]:
+    """Bytes of host memory that this process may still take, and what bounds them.
+
+    groups: where control groups are mounted; own: those of this process.
+    """
+    bounds = [(psutil.virtual_memory().available, "free on this host")]
+    for line in own.read_text().splitlines():
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        version, root = (1, groups / "memory") if kinds else (2, groups)
+        place = root / path.strip("/")  # a container may not see it, but its own as the root
+        inside = filter(lambda group: group.is_relative_to(root), (place, *place.parents))
+        bounds += filter(None, (_left_of(group, version) for group in inside))
+    return min(bounds)
+
+
+def _left_of(group: Path, version: int) -> tuple[int, str] | None:
+    """Bytes that a control group leaves, and what says so; None: no limit, or it is not here."""
+    limit_file, used_file, cached = GROUP_FILES[version]
+    try:
+        limit, used = ((group / name).read_text().strip() for name in (limit_file, used_file))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except FileNotFoundError:
+        return None
+    if limit == "max":
+        return None
+    why = f"left of the container's {int(limit) / GIB:.2f} GiB ({group / limit_file})"
+    return max(0, int(limit) - int(used) + int(stat[cached])), why
 
 
 def memory_of(engine: EngineConfig) -> DeviceMemory:

@@ -4,17 +4,13 @@ import logging
 from functools import partial
 from pathlib import Path
 
-import psutil
-import torch
-
-from worker.config import TierConfig, WorkerConfig
+from worker.config import WorkerConfig
 from worker.config.checkpoint.shape import ModelShape
 from worker.errors import Unsupported, UserError
 from worker.start.engine import Engine
-from worker.start.memory import GIB
+from worker.start.memory import GIB, host_memory
 from worker.transfer.tier.ahead import CopyAhead
 from worker.transfer.tier.arena import PAGE, Arena
-from worker.transfer.tier.base import PageStore
 from worker.transfer.tier.directory import Directory
 from worker.transfer.tier.objects import Form
 from worker.transfer.tier.rows import Row
@@ -23,7 +19,7 @@ from worker.transfer.tier.tier import Tier
 log = logging.getLogger("kvlane.tier")
 
 # Copied out of the pool at most: a part of what a bus or a disk moves, as steps and loads go first.
-HOST_BYTES_PER_S, DISK_BYTES_PER_S = 8e9, 1e9
+HOST_BYTES_PER_S, DISK_BYTES_PER_S = 8e9, 2e9
 
 
 def check_tier(config: WorkerConfig, shape: ModelShape) -> None:
@@ -35,13 +31,11 @@ def check_tier(config: WorkerConfig, shape: ModelShape) -> None:
         raise UserError(f"{path} needs engine.prefix_cache, which is off", path)
     if shape.span and not config.spec.has_weights:
         raise Unsupported(f"{path} does not serve models whose layers all have a window", path)
-    free = psutil.virtual_memory().available
+    (free, why), path = host_memory(), f"{path}.host_bytes"
     if tier.host_bytes // config.tp > free:
-        raise UserError(
-            f"{path}.host_bytes: {tier.host_bytes / GIB:.2f} GiB, but {free / GIB:.2f} are free "
-            "on this host; lower it",
-            f"{path}.host_bytes",
-        )
+        wanted = f"{tier.host_bytes / config.tp / GIB:.2f} GiB a rank (of {config.tp})"
+        text = f"{path}: {wanted}, but {free / GIB:.2f} are {why}; lower it, or grant more memory"
+        raise UserError(text, path)
 
 
 def add_tier(engine: Engine) -> None:
@@ -68,17 +62,16 @@ def add_tier(engine: Engine) -> None:
         make = partial(Arena, host_bytes, form.object_bytes, registered=on_gpu)
         rows.append(Row("host", make, HOST_BYTES_PER_S, *rest))
     if tier.directory:
-        rows.append(Row("disk", lambda: _directory(tier, form, on_gpu), DISK_BYTES_PER_S, *rest))
+        root, most = Path(tier.directory), tier.directory_bytes
+        make = partial(Directory, root, form, most, pinned=on_gpu)
+        rows.append(Row("disk", make, DISK_BYTES_PER_S, *rest))
     where, size = tier.directory or "no directory", f"{form.object_bytes:,}"
-    kept = f"{host_bytes / GIB:.2f} GiB of host memory, {where}"
+    free, why = host_memory()
+    pinned = "pinned " * on_gpu
+    kept = f"{host_bytes / GIB:.2f} GiB of {pinned}host memory ({free / GIB:.2f} {why}), {where}"
     log.info("KV tier: %s; %s bytes a page of %d tokens", kept, size, form.page_size)
     engine.rows = rows
     if group.rank == 0:
         book, meter = engine.book, engine.meter
         rest = engine.metrics, engine.tell_ranks, lambda: meter.num_steps
         engine.tier = Tier(CopyAhead(book, form, rows, *rest), lambda: meter.prefill_s_per_token)
-
-
-def _directory(tier: TierConfig, form: Form, on_gpu: bool) -> PageStore:
-    staged = torch.empty(form.object_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-    return Directory(Path(tier.directory), form.owner, tier.directory_bytes, staged)

@@ -16,11 +16,10 @@ from worker.plan import LONG_STEP_TOKENS, Plan, RowPages
 from worker.step.chunk_rows import DRAFT_LINES, NUM_LINES, TOKEN_LINES, chunk_rows, line_width, pack
 from worker.step.state import StepState
 
-# Most requests of a fixed-shape batch, and most tokens of a request. For a fixed shape attention
-# splits its work without the true lengths. With more or longer requests the parts would be too
-# uneven.
+# Most requests of a fixed-shape batch: attention splits its work without the true lengths, and with
+# more requests the parts would be too uneven. Their tokens are few, or as many as a row may have:
+# these two, as a bound over SHORT_KEYS asks for other tiles.
 FIXED_REQS = 4
-MAX_FIXED_LEN = SHORT_KEYS
 # Most requests of a long step for which only hidden states of last tokens are computed.
 MAX_LAST_TOKEN_ROWS = MAX_STREAMED_ROWS
 DEPTH = 4  # uploads in flight before the host waits; an engine has at most two steps in flight
@@ -104,41 +103,46 @@ class BatchBuffers:
         self._staging = Staging(num_words, state.device)
         self._blocks = Staging(2 * (max_chunk_tokens // DELTA_BLOCK + num_rows), state.device)
         self.fixed_reqs = min(FIXED_REQS, num_rows)
-        num_pages = min(-(-MAX_FIXED_LEN // page_size), max_pages)
-        self.max_fixed_len = min(MAX_FIXED_LEN, num_pages * page_size)
-        self._tables = torch.zeros_like(state.page_table[: self.fixed_reqs, :num_pages])
-        self._fixed_batches: dict[int, Batch] = {}  # by padded tokens; all over the same buffers
+        # Tokens that a request of a fixed-shape batch may have, ascending, with its table.
+        lengths = sorted({min(SHORT_KEYS, max_pages * page_size), max_pages * page_size})
+        self._tables = {
+            length: torch.zeros_like(state.page_table[: self.fixed_reqs, : -(-length // page_size)])
+            for length in lengths
+        }
+        # By padded tokens and the length; all over the same buffers.
+        self._fixed_batches: dict[tuple[int, int], Batch] = {}
         self._last_token_rows = self._chunk.new_zeros(MAX_LAST_TOKEN_ROWS)
 
-    def chunks(self, plan: Plan, padded_tokens: int = 0, *, fixed_shape: bool = False) -> Batch:
+    def chunks(self, plan: Plan, padded_tokens: int = 0, *, fixed_len: int = 0) -> Batch:
         """Build the batch of a prefill plan, and write the plan's pages to the page table.
 
         The batch lies in buffers that the next call overwrites. padded_tokens: pad it to so many
         and round max_query_len up to a power of two, so that few kernel variants are compiled; 0:
-        do neither. fixed_shape: pad the requests to `fixed_reqs` too, all of up to `max_fixed_len`
-        tokens. Shapes and host bounds then depend on `padded_tokens` alone.
+        do neither. fixed_len: one of `fixed_lens`; pad the requests to `fixed_reqs` too, all of up
+        to so many tokens. Shapes and host bounds then depend on these two alone.
         """
         counts = [len(chunk.tokens) for chunk in plan.chunks]
         assert not self._recurrent or all(chunk.start % DELTA_BLOCK == 0 for chunk in plan.chunks)
         num_reqs, longest, table = len(counts), max(counts), self._state.page_table
-        num_lines = self.fixed_reqs if fixed_shape else num_reqs
+        num_lines = self.fixed_reqs if fixed_len else num_reqs
         values, sent = pack(self._staging.words, plan.chunks, self._new_pages(plan), num_lines)
         self._staging.upload(values)
         num_tokens = max(padded_tokens, sent.num_tokens)
         query_start = [0, *accumulate(counts)] + [sent.num_tokens] * (num_lines - num_reqs)
         blocks = self._block_table(query_start, num_tokens)
-        if fixed_shape:
-            chunk_rows(sent, table, self._page_size, self._chunk, num_tokens, self._tables)
-            if (batch := self._fixed_batches.get(num_tokens)) is not None:
+        if fixed_len:
+            key, tables = (num_tokens, fixed_len), self._tables[fixed_len]
+            chunk_rows(sent, table, self._page_size, self._chunk, num_tokens, tables)
+            if (batch := self._fixed_batches.get(key)) is not None:
                 self._last_tokens(num_tokens, batch.query_start)
                 return batch
-            batch = self._fixed_batches[num_tokens] = self._of_chunks(
+            batch = self._fixed_batches[key] = self._of_chunks(
                 num_tokens,
                 self._lengths(num_lines, sent.width),
                 blocks,
-                page_table=self._tables,
+                page_table=tables,
                 max_query_len=num_tokens,
-                max_seq_len_ub=self.max_fixed_len,
+                max_seq_len_ub=fixed_len,
             )
             return batch
         if padded_tokens:
@@ -157,6 +161,11 @@ class BatchBuffers:
             host=HostLengths(counts, ends),
             all_hidden=plan.num_prompt_logprobs >= 0,
         )
+
+    @property
+    def fixed_lens(self) -> Sequence[int]:
+        """Tokens that a request of a fixed-shape batch may have, ascending."""
+        return tuple(self._tables)
 
     def max_reqs(self, padded_tokens: int) -> int:
         """Most requests that a graph of `padded_tokens` tokens can serve."""

@@ -10,7 +10,6 @@ from worker.config.checkpoint.quantization import Quantization
 from worker.errors import Unsupported, UserError
 from worker.ops.experts.product import expert_products
 from worker.ops.experts.route import Routes
-from worker.ops.norms import swiglu
 from worker.ops.packed import LINE, ZERO, as_packed, multiplies_packed, packed_product
 from worker.ops.scaled import E4M3
 from worker.weights.base import Format, Grid, Matrix, Operand, Parts, whole_of
@@ -33,7 +32,7 @@ class FourBitMatrix(Matrix):
     scales: nn.Parameter
 
     @property
-    def operands(self) -> tuple[Tensor | None, ...]:
+    def operands(self) -> Any:
         """(values, scales, zeros, factors)."""
         return self.values, self.scales, getattr(self, ZEROS, None), getattr(self, FACTORS, None)
 
@@ -44,16 +43,15 @@ class FourBitMatrix(Matrix):
         held: Any = self.operands
         if first_row:
             held = [None if x is None else x[first_row:] for x in held]
-        values, *others = held
-        if out is None:
-            y = packed_product(x, values, *others)
-        else:
-            scales, zeros, factors = others
-            y = packed_product(x, values, scales, zeros, factors, out)
+        values, scales, zeros, factors = held
+        operands = x, values, scales, zeros, factors
+        y = packed_product(*operands) if out is None else packed_product(*operands, False, out)
         return y if bias is None else y.add_(bias)
 
     def gated(self, x: Operand) -> Tensor:
-        return swiglu(self.product(x))
+        assert isinstance(x, Tensor)
+        values, scales, zeros, factors = self.operands
+        return packed_product(x, values, scales, zeros, factors, True)
 
     def experts(self, down: Matrix, x: Tensor, routes: Routes, out: Tensor | None = None) -> Tensor:
         assert isinstance(down, FourBitMatrix)

@@ -19,6 +19,9 @@
 {{- $_ := set $ours "model.path" "model.source" -}}
 {{- $_ := set $ours "model.revision" "model.hf.revision" -}}
 {{- end -}}
+{{- if and (ne .Values.tier.volume "none") (dig "kv" "tier" "directory" "" $config) -}}
+{{- fail "config.kv.tier.directory: the chart passes it to serve with tier.volume; remove one of both" -}}
+{{- end -}}
 {{- range $path, $instead := $ours -}}
 {{- $section := index $config (splitList "." $path | first) | default dict -}}
 {{- if hasKey $section (splitList "." $path | last) -}}

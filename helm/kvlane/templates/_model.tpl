@@ -21,6 +21,19 @@
 {{- end -}}
 {{- end -}}
 
+{{- /* Where the workers of a pod keep KV in files. */ -}}
+{{- define "kvlane.tierVolume" -}}
+{{- with .Values.tier -}}
+{{- if eq .volume "emptyDir" -}}
+- {name: tier, emptyDir: {sizeLimit: {{ .emptyDir.sizeLimit }}}}
+{{- else if eq .volume "pvc" -}}
+- {name: tier, persistentVolumeClaim: {claimName: {{ required "tier.pvc.existingClaim: which claim?" .pvc.existingClaim }}}}
+{{- else -}}
+- {name: tier, hostPath: {path: {{ required "tier.hostPath.path: which directory?" .hostPath.path }}, type: Directory}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- /* The init container that fetches the model; serve, whose routers tokenize, needs no weights. */ -}}
 {{- define "kvlane.download" -}}
 {{- $root := .root -}}

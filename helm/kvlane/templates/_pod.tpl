@@ -3,6 +3,7 @@
 {{- define "kvlane.podTemplate" -}}
 {{- $root := .root -}}
 {{- $component := .component -}}
+{{- $has_tier := and (has $component (list "prefill" "decode" "node")) (ne $root.Values.tier.volume "none") -}}
 {{- $ft := $root.Values.ray.gcsFaultTolerance -}}
 {{- $values := ternary $root.Values.workers.node (index $root.Values $component) (eq $component "node") -}}
 {{- $pod := mergeOverwrite (deepCopy $root.Values.pods) $values -}}
@@ -108,6 +109,9 @@ spec:
         {{- if and (ne $component "head") (ne $root.Values.model.source "image") }}
         {{- include "kvlane.modelMount" $root | nindent 8 }}
         {{- end }}
+        {{- if $has_tier }}
+        - {name: tier, mountPath: /var/cache/kvlane}
+        {{- end }}
         {{- if eq $component "serve" }}
         - {name: config, mountPath: /etc/kvlane, readOnly: true}
         {{- if $values.apiKeys.existingSecret }}
@@ -132,6 +136,9 @@ spec:
     - {name: ray-token, secret: {secretName: {{ include "kvlane.tokenSecret" $root }}, items: [{key: {{ $root.Values.ray.token.key }}, path: token}]}}
     {{- if and (ne $component "head") (ne $root.Values.model.source "image") }}
     {{- include "kvlane.modelVolume" $root | nindent 4 }}
+    {{- end }}
+    {{- if $has_tier }}
+    {{- include "kvlane.tierVolume" $root | nindent 4 }}
     {{- end }}
     {{- if eq $component "serve" }}
     - {name: config, configMap: {name: {{ include "kvlane.fullname" $root }}}}
@@ -287,6 +294,9 @@ exec kvlane serve --address={{ include "kvlane.headAddress" . }} --config=/etc/k
 {{- end }}
 {{- if .Values.serve.tls.existingSecret }} \
   --set=router.tls_cert_file=/etc/kvlane-tls/tls.crt --set=router.tls_key_file=/etc/kvlane-tls/tls.key
+{{- end }}
+{{- if ne .Values.tier.volume "none" }} \
+  --set=kv.tier.directory=/var/cache/kvlane/kv
 {{- end }}
 {{- $is_node := eq .Values.workers.layout "node" }}
 {{- if $is_node }} \

@@ -21,10 +21,13 @@ _COLUMNS = (
 _ROWS: Mapping[str, tuple[int | float | bool | None, ...]] = {
     "Cohere": (64, None, None, 256_000, 8_192, None, 5e5, True),
     "Cohere2": (64, None, None, 256_000, 8_192, None, 1e4, True),
+    "DeepseekV2": (32, None, 64, 102_400, 2_048, 1e-6, 1e4, False),
+    "DeepseekV3": (128, 128, 64, 129_280, 4_096, 1e-6, 1e4, False),
     "Exaone4": (32, 32, None, 102_400, 2_048, 1e-5, 1e4, False),
     "Gemma2": (8, 4, 256, 256_000, 8_192, 1e-6, 1e4, True),
     "Gemma3": (8, 4, 256, 262_208, 131_072, 1e-6, 1e6, True),
     "Glm": (32, 2, 128, 151_552, 131_072, 1.5625e-7, 1e4, False),
+    "Glm4MoeLite": (20, 20, 64, 154_880, 202_752, 1e-5, 1e4, False),
     "GptOss": (64, 8, 64, 201_088, 131_072, 1e-5, 1.5e5, False),
     "Granite": (32, None, None, 32_000, 2_048, 1e-6, 1e4, False),
     "Llama": (32, None, None, 32_000, 2_048, 1e-6, 1e4, False),
@@ -47,13 +50,49 @@ _SAME = {"Glm4": "Glm", "MiMo": "Qwen2", "Ministral": "Mistral"}
 _COHERE = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625}
 _GEMMA = {"sliding_window": 4_096, "query_pre_attn_scalar": 256, "eos_token_id": 1}
 _HYBRID_MOE = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+_LATENT = {
+    "q_lora_rank": 1_536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "norm_topk_prob": False,
+}  # fmt: skip
 _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "Cohere": _COHERE,
     "Cohere2": _COHERE | {"sliding_window": 4_096},
+    "DeepseekV2": _LATENT
+    | {
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1_407,
+        "topk_method": "greedy",
+    },
+    "DeepseekV3": _LATENT
+    | {
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2_048,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
     "Exaone4": {"sliding_window": 4_096},
     "Gemma2": _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "Gemma3": _GEMMA,
     "Glm": {"attention_bias": True},
+    "Glm4MoeLite": _LATENT
+    | {
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1_536,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.8,
+    },
     "GptOss": {
         "attention_bias": True,
         "sliding_window": 128,

@@ -4,8 +4,8 @@ import math
 from typing import Any, Literal, NamedTuple
 
 from worker.config.checkpoint.class_defaults import NUM_EXPERTS
-from worker.config.checkpoint.families import Family
-from worker.config.checkpoint.fields import Fields
+from worker.config.checkpoint.families import ExpertNames, Family
+from worker.config.checkpoint.fields import Fields, is_list
 from worker.errors import Unsupported
 
 Division = Literal["auto", "tensor", "expert"]
@@ -64,12 +64,8 @@ def rank_experts(
 
 def read_experts(fields: Fields, family: Family) -> dict[str, Any]:
     """What a ModelShape says of experts: Mixtral's have the feed-forward's own fields."""
-    num_layers = fields.integer("num_hidden_layers")
     num_experts = fields.integer(*NUM_EXPERTS, default=0, least=0)
-    first = fields.integer("first_k_dense_replace", default=0, least=0)
-    dense = {*range(first), *fields.integers("mlp_only_layers")}
-    step = fields.integer("decoder_sparse_step", default=1)
-    is_sparse = tuple((i + 1) % step == 0 and i not in dense for i in range(num_layers))
+    is_sparse = _sparse_layers(fields)
     if not num_experts or not any(is_sparse):
         return {}
     own, top_k = fields.get("moe_intermediate_size"), fields.integer("num_experts_per_tok")
@@ -82,10 +78,12 @@ def read_experts(fields: Fields, family: Family) -> dict[str, Any]:
     width = fields.integer("intermediate_size" if own is None else "moe_intermediate_size")
     if names.shared:
         shared = width * fields.integer("n_shared_experts", default=0, least=0)
-        shared = shared or fields.integer("shared_expert_intermediate_size")
+        if fields.get("n_shared_experts") is None:
+            shared = fields.integer("shared_expert_intermediate_size")
     limit = fields.number("swiglu_limit", default=0.0)
     if limit and shared:
         raise fields.unsupported("swiglu_limit", "of an expert that every token has")
+    num_groups, top_groups = _groups(fields, num_experts, top_k, names)
     experts = ExpertShape(
         num_experts,
         top_k,
@@ -94,8 +92,8 @@ def read_experts(fields: Fields, family: Family) -> dict[str, Any]:
         shared_width=shared,
         scoring=names.scoring,
         is_biased=bool(names.bias) and not names.paired,
-        num_groups=fields.integer("n_group", default=1),
-        top_groups=fields.integer("topk_group", default=1),
+        num_groups=num_groups,
+        top_groups=top_groups,
         factor=fields.number("routed_scaling_factor", default=1.0),
         limit=limit,
         gain=fields.number("swiglu_alpha", default=1.0),
@@ -103,3 +101,42 @@ def read_experts(fields: Fields, family: Family) -> dict[str, Any]:
         has_biases=names.paired,
     )
     return {"is_sparse": is_sparse, "experts": experts}
+
+
+def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
+    """Which layers have experts: `mlp_layer_types` names them, or other fields count them."""
+    num_layers, kinds = fields.integer("num_hidden_layers"), fields.get("mlp_layer_types")
+    if kinds is not None:
+        known = is_list(kinds) and all(kind in ("dense", "sparse") for kind in kinds)
+        if not known or len(kinds) != num_layers:
+            problem = f"must name {num_layers} layers, as dense or sparse, not {kinds!r}"
+            raise fields.error("mlp_layer_types", problem)
+        return tuple(kind == "sparse" for kind in kinds)
+    first = fields.integer("first_k_dense_replace", default=0, least=0)
+    dense = {*range(first), *fields.integers("mlp_only_layers")}
+    step = fields.integer("decoder_sparse_step", default=1)
+    every = fields.integer("moe_layer_freq", default=1)
+    return tuple(
+        (i + 1) % step == 0 and i % every == 0 and i not in dense for i in range(num_layers)
+    )
+
+
+def _groups(fields: Fields, num_experts: int, top_k: int, names: ExpertNames) -> tuple[int, int]:
+    """(groups of experts, those of them in which a token's lie); (1, 1): they lie anywhere."""
+    is_biased = bool(names.bias) and not names.paired
+    methods = ("noaux_tc",) if is_biased else ("greedy", "group_limited_greedy")
+    fields.choice("topk_method", methods)
+    fields.choice("scoring_func", (names.scoring,))
+    if fields.get("topk_method") in ("greedy", "group_limited_greedy"):
+        # transformers, as DeepSeek's own files, never divides by the sum there.
+        fields.choice("norm_topk_prob", (False,))
+    count = fields.integer("n_group", default=1)
+    if fields.get("topk_method") == "greedy" or count == 1:
+        return 1, 1
+    top = fields.integer("topk_group", default=1)
+    if num_experts % count or (is_biased and num_experts < 2 * count):
+        raise fields.error("n_group", f"{count} groups of {num_experts} experts")
+    if top > count or top_k > top * num_experts // count:
+        problem = f"{top_k} experts of a token do not lie in {top} of {count} groups"
+        raise fields.error("topk_group", problem)
+    return count, top

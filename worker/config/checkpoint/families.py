@@ -42,7 +42,7 @@ class Features:
     qkv_bias: bool = False
     output_bias: bool = False  # of the attention's output projection
     qk_norm: bool = False  # RMSNorm of each head's q and k, before rope
-    attention: Literal["heads"] = "heads"  # the kind of its layers with keys
+    attention: Literal["heads", "latent"] = "heads"  # the kind of its layers with keys
     experts: ExpertNames | None = None  # None: every feed-forward is dense
     output_gate: bool = False  # attention's output times the sigmoid of a projection
     centred: bool = False  # norms store their weight minus 1
@@ -107,6 +107,9 @@ SANDWICH = NormNames(
 )
 MLP_EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 SHARED_EXPERT = MLP_EXPERTS._replace(shared="shared_expert", shared_gate="shared_expert_gate")
+DEEPSEEK = MLP_EXPERTS._replace(shared="shared_experts")
+BIASED = DEEPSEEK._replace(scoring="sigmoid", bias="gate.e_score_correction_bias")
+LATENT = Features(attention="latent", experts=BIASED)
 MIXTRAL = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 OUTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 QWEN_3_5 = Family("Qwen3.5 (dense, text)", HYBRID, BIASES, rotary=0.25)
@@ -144,6 +147,8 @@ FAMILIES: Mapping[str, Family] = {
     "CohereForCausalLM": Family(
         "Command-R", COHERE, BIASES | {"head_norm": "use_qk_norm"}, **COMMAND_R
     ),
+    "DeepseekV2ForCausalLM": Family("DeepSeek-V2", replace(LATENT, experts=DEEPSEEK)),
+    "DeepseekV3ForCausalLM": Family("DeepSeek-V3, R1 and Kimi-K2", LATENT),
     "Exaone4ForCausalLM": Family(
         "EXAONE 4",
         Features(qk_norm=True, norms=OUTER),
@@ -160,6 +165,7 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma3ForCausalLM": GEMMA_3,
     "Gemma3ForConditionalGeneration": GEMMA_3.within("language_model.model"),
     "Glm4ForCausalLM": Family("GLM-4-0414", replace(GLM, norms=SANDWICH), QKV, rotary=0.5),
+    "Glm4MoeLiteForCausalLM": Family("GLM-4.7-Flash", LATENT),
     "GlmForCausalLM": Family("GLM-4-chat-hf", GLM, QKV, rotary=0.5),
     "GptOssForCausalLM": Family(
         "gpt-oss", Features(sinks=True, f32_norms=True, experts=OSS), BIASES, windows=2

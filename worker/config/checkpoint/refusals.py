@@ -8,7 +8,7 @@ from worker.errors import Unsupported
 
 # Models that are served.
 QWEN, HYBRID, LLAMA = "Qwen/Qwen3-8B", "Qwen/Qwen3.5-9B", "meta-llama/Llama-3.1-8B-Instruct"
-SPARSE = "Qwen/Qwen3-30B-A3B"
+SPARSE, LATENT = "Qwen/Qwen3-30B-A3B", "zai-org/GLM-4.7-Flash"
 MISTRAL, OLMO, PHI, GEMMA = (
     *("mistralai/Mistral-Nemo-Instruct-2407", "allenai/OLMo-2-1124-7B-Instruct"),
     *("microsoft/phi-4", "google/gemma-3-1b-it"),
@@ -25,9 +25,13 @@ NEEDED: dict[str, tuple[str, str]] = {
         "recurrent layers that are no gated delta nets",
         f"take {HYBRID}, which has those, or {QWEN}",
     ),
-    "Deepseek|Kimi|Longcat|MiniCPM3|MoeLite|GlmMoeDsa|Mistral4|MistralLarge4": (
-        "latent attention (MLA), most of them experts too",
-        f"{DENSE}; the distilled DeepSeek-R1 models are Llama and Qwen2, which are served",
+    "DeepseekV32|DeepseekV4|GlmMoeDsa|GlmDsa": (
+        "sparse attention, over keys that an indexer chooses",
+        f"take {LATENT}, or deepseek-ai/DeepSeek-V3.1",
+    ),
+    "Deepseek|Kimi|Longcat|MiniCPM3|Mistral4|MistralLarge4": (
+        "another form of latent attention (MLA) or of experts than DeepSeek-V2 and V3 have",
+        f"take {LATENT}, which has their form, or {DENSE[5:]}",
     ),
     "Moe|MoE|moe|Mixtral|Dbrx|Arctic|MiniMax|Llama4|Grok": (
         "experts of another form than Mixtral's or Qwen3's", f"take {SPARSE}, or {DENSE[5:]}",

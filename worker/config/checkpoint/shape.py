@@ -10,6 +10,7 @@ from worker.config.checkpoint.experts import ExpertShape, read_experts
 from worker.config.checkpoint.families import FAMILIES, Family, Features
 from worker.config.checkpoint.fields import Fields, is_list, read_fields
 from worker.config.checkpoint.foreign import check_kind
+from worker.config.checkpoint.latent_shape import LatentShape, read_latent
 from worker.config.checkpoint.mask import KEY_BLOCK, KeyMask
 from worker.config.checkpoint.quantization import Quantization, read_quantization
 from worker.config.checkpoint.refusals import DENSE, unknown_architecture
@@ -64,6 +65,7 @@ class LayerShape:
     dtype: str  # of the checkpoint
     scales: Scales = Scales()  # noqa: RUF009 - immutable
     experts: ExpertShape | None = None  # of those layers of `layers` that have them
+    latent: LatentShape | None = None  # of layers with latents; head_dim is that of queries
     # In which other format the files have matrices; None: all are in the model's dtype.
     quantization: Quantization | None = None
 
@@ -90,7 +92,8 @@ class LayerShape:
     @property
     def attention_scale(self) -> float:
         """Of the scores."""
-        return self.scales.attention or self.head_dim**-0.5
+        gain = 1.0 if self.latent is None else self.latent.gain
+        return (self.scales.attention or self.head_dim**-0.5) * gain
 
     @property
     def scale_group(self) -> int:
@@ -204,7 +207,7 @@ def read_model_shape(path: Path) -> ModelShape:
     generates = read_fields(generation) if generation.exists() else Fields(generation, {})
     return ModelShape(
         architecture=architecture,
-        **read_layer_shape(fields, rotary=family.rotary, rope_types=ROPE_TYPES, eps=family.eps),
+        **read_layers(fields, family),
         **(read_delta(fields) if family.layers.delta else {}),
         **(read_experts(fields, family) if family.layers.experts else {}),
         num_layers=fields.integer("num_hidden_layers"),
@@ -222,6 +225,18 @@ def read_model_shape(path: Path) -> ModelShape:
         quantization=quantization,
         penalizes=(generates.get("repetition_penalty") or 1) != 1,  # routers check the value
     )
+
+
+def read_layers(fields: Fields, family: Family) -> dict[str, Any]:
+    """As `read_layer_shape`, of a model: of one key for all heads where layers have latents."""
+    found: dict[str, Any] = {}
+    if family.layers.attention == "latent":
+        latent = read_latent(fields)
+        kept = {"num_key_value_heads": 1, "head_dim": latent.rope_dim}
+        fields = Fields(fields.path, {**fields.values, **kept}, fields.prefix, fields.remedy)
+        found = {"latent": latent, "head_dim": latent.query_dim}
+    told: dict[str, Any] = {"rope_types": ROPE_TYPES, "eps": family.eps}
+    return read_layer_shape(fields, rotary=family.rotary, **told) | found
 
 
 def _longest(fields: Fields, family: Family) -> int:

@@ -5,8 +5,9 @@ ones, it finds from `starts`: the grid is as large as any routing may need, and 
 rows end at once. Sums over K ascend; the number of tokens side by side changes no sum of a row.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -201,9 +202,43 @@ def _combine_kernel(
     tl.store(out + token * stride_out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
-def _strides(scales: Tensor | None) -> tuple[int, int, int]:
-    """To the next expert's scales, and as strides_of."""
-    return (0, 0, 0) if scales is None else (scales.stride(0), *strides_of(scales[0]))
+class _Stack(NamedTuple):
+    """The matrices of all experts, [count, rows, columns]."""
+
+    w: Tensor
+    scales: Tensor | None  # of e4m3
+    packed: tuple[Any, ...]  # of four bits: (scales, zeros, factors); (): it is in more
+    bias: Tensor | None  # [count, rows]
+
+    def multiply(self, x: Tensor, routes: Routes, n: int, out: Tensor, finish: Finish) -> None:
+        """What _grouped_kernel makes of n tokens; gated where out is narrower than w has rows."""
+        w, scales, packed, bias = self
+        (count, rows, _), (num_rows, columns), (_, k) = w.shape, out.shape, x.shape
+        assert w.is_contiguous()
+        assert bias is None or (bias.is_contiguous() and bias.shape == w.shape[:2])
+        gated, top_k = columns < rows, routes.ids.shape[1]
+        tile = choose(n, top_k, count, gated=gated, eight=scales is not None)
+        num_items = min(num_rows, num_rows // tile.tokens + min(count, num_rows))
+        num_tiles = -(-columns // (tile.rows // 2 if gated else tile.rows))
+        of_rows, of_columns, strides = None, 0, (0, 0, 0)
+        if scales is not None:
+            x, of_rows = eight_bits_triton(x)
+            of_columns, strides = of_rows.stride(1), (scales.stride(0), *strides_of(scales[0]))
+        kind, group = steps_of(packed[0], k) if packed else (-1, 0)
+        held, zeros, factors = packed or (scales, None, None)
+        _grouped_kernel[(num_items * num_tiles,)](
+            x, of_rows, w.view(torch.uint16) if packed else w, held, zeros, factors, bias,
+            routes.weights, routes.starts, routes.order, out, columns, k, x.stride(0), num_tiles,
+            of_columns, *strides,
+            **overlap(
+                x, COUNT=count, TOP_K=top_k, BLOCK_T=tile.tokens, BLOCK_N=tile.rows,
+                BLOCK_K=tile.block_k, GATED=gated, EVEN_K=k % tile.block_k == 0,
+                GRAIN=0 if scales is None else rows // scales.shape[1],
+                STAGES=None if held is None else tile.num_stages,
+                num_warps=tile.num_warps, num_stages=tile.num_stages, KIND=kind, GROUP=group,
+                GAIN=finish.gain, PLUS=finish.plus, LIMIT=finish.limit,
+            ),
+        )  # fmt: skip
 
 
 def expert_products_triton(
@@ -225,41 +260,12 @@ def expert_products_triton(
     stored = (size, width) if packed is None else (bytes_of(size), bytes_of(width))
     assert gate_up.shape == (held.count, 2 * width, stored[0])
     assert down.shape == (held.count, size, stored[1])
+    assert (scales is not None) == (gate_up.dtype == E4M3) == (down.dtype == E4M3)
     assert x.stride(1) == 1
     hidden, parts = x.new_empty(num_rows, width), x.new_empty(num_rows, size)
-    (of_up, of_down), (up_four, down_four) = scales or (None, None), packed or (None, None)
-    assert (scales is not None) == (gate_up.dtype == E4M3) == (down.dtype == E4M3)
-    for source, w, of_w, four, bias, result, gated in (
-        (x, gate_up, of_up, up_four, finish.up_bias, hidden, True),
-        (hidden, down, of_down, down_four, finish.down_bias, parts, False),
-    ):
-        assert w.is_contiguous()
-        assert bias is None or (bias.is_contiguous() and bias.shape == w.shape[:2])
-        tile = choose(n, top_k, held.count, gated=gated, eight=of_w is not None)
-        num_items = min(num_rows, num_rows // tile.tokens + min(held.count, num_rows))
-        columns, k = result.shape[1], source.shape[1]
-        of_rows, kind, group = None, -1, 0
-        if of_w is not None:
-            source, of_rows = eight_bits_triton(source)
-        if four is not None:
-            kind, group, most = steps_of(four[0], k)
-            tile = replace(tile, block_k=min(tile.block_k, most))
-        of_four, zeros, factors = four or (None, None, None)
-        num_tiles = -(-columns // (tile.rows // 2 if gated else tile.rows))
-        _grouped_kernel[(num_items * num_tiles,)](
-            source, of_rows, w if four is None else w.view(torch.uint16),
-            of_four if of_w is None else of_w, zeros, factors, bias,
-            routes.weights, routes.starts, routes.order, result, columns, k, source.stride(0),
-            num_tiles, 0 if of_rows is None else of_rows.stride(1), *_strides(of_w),
-            **overlap(
-                x, COUNT=held.count, TOP_K=top_k, BLOCK_T=tile.tokens, BLOCK_N=tile.rows,
-                BLOCK_K=tile.block_k, GATED=gated, EVEN_K=k % tile.block_k == 0,
-                GRAIN=0 if of_w is None else w.shape[1] // of_w.shape[1],
-                STAGES=None if of_w is None and four is None else tile.num_stages,
-                num_warps=tile.num_warps, num_stages=tile.num_stages, KIND=kind, GROUP=group,
-                GAIN=finish.gain, PLUS=finish.plus, LIMIT=finish.limit,
-            ),
-        )  # fmt: skip
+    (of_up, of_down), (up_four, down_four) = scales or (None, None), packed or ((), ())
+    _Stack(gate_up, of_up, up_four, finish.up_bias).multiply(x, routes, n, hidden, finish)
+    _Stack(down, of_down, down_four, finish.down_bias).multiply(hidden, routes, n, parts, finish)
     out, block = torch.empty_like(x) if out is None else out, min(1024, power_of_two(size))
     _combine_kernel[(n, -(-size // block))](
         parts, routes.ids, out, size, out.stride(0), *held,

@@ -40,7 +40,23 @@ def new_load(held: Held, device: torch.device) -> Tensor:
 # By ExpertShape.scoring: scores of all experts, of their logits; both [n, num_experts] f32.
 SCORINGS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": torch.sigmoid,
 }
+TINY = 1e-20  # of a sum of weights, which may all be zero
+
+
+def in_top_groups(scores: Tensor, shape: ExpertShape) -> Tensor:
+    """The scores, those of experts outside a token's best groups -inf; [n, num_experts] f32.
+
+    A group's worth is its largest score, or where a bias is in them the sum of its two largest
+    (DeepSeek-AI, "DeepSeek-V2", arXiv:2405.04434; "DeepSeek-V3", arXiv:2412.19437).
+    """
+    of_groups = scores.unflatten(-1, (shape.num_groups, -1))
+    worth = of_groups.topk(2 if shape.is_biased else 1, dim=-1).values.sum(-1)
+    ranked = worth.nan_to_num(nan=float("-inf")).sort(dim=-1, descending=True, stable=True).indices
+    left = torch.ones_like(worth, dtype=torch.bool)
+    left.scatter_(1, ranked[:, : shape.top_groups], value=False)
+    return of_groups.masked_fill(left.unsqueeze(-1), float("-inf")).flatten(1)
 
 
 def route_ref(
@@ -56,7 +72,7 @@ def route_ref(
     """Scores of all experts' logits in f32, then the k largest; the lower index wins a tie.
 
     With a bias, [num_experts] f32, those whose score and bias are the largest together; of a shape
-    with biases of its products it is one of the logits instead.
+    with biases of its products it is one of the logits instead. With groups see `in_top_groups`.
 
     x: [n, hidden_size]; gate: [num_experts, hidden_size] of x's dtype; slots: [n] i64, where a
     token's KV goes: below `sink` it is padding; None: no token is. A NaN wins after all numbers,
@@ -69,11 +85,13 @@ def route_ref(
         logits, bias = logits + bias, None
     scores = SCORINGS[shape.scoring](logits)
     chosen = scores if bias is None else scores + bias
+    if shape.num_groups > 1:
+        chosen = in_top_groups(chosen, shape)
     ranked = chosen.nan_to_num(nan=float("-inf")).sort(dim=-1, descending=True, stable=True).indices
     ids = ranked[:, : shape.top_k]
     weights = scores.gather(1, ids)
     if shape.renormalizes:
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
     weights = weights * shape.factor if shape.factor != 1 else weights
     if slots is not None:
         ids = ids.masked_fill((slots < sink)[:, None], shape.num_experts)
@@ -111,26 +129,14 @@ def load_of(loads: Sequence[Tensor]) -> Load:
     return Load(layer_steps, distinct, shares.mean().item())
 
 
-# Experts that kernels compute, on a GPU: field of ExpertShape -> its values; None: any.
-IN_KERNELS: Mapping[str, Collection[object] | None] = {
-    "scoring": ("softmax",),
-    "is_biased": (False,),
-    "num_groups": (1,),
-    "factor": (1.0,),
-    "activation": ("silu",),
-}
-# Those that the definitions compute, on a CPU.
-DEFINED: Mapping[str, Collection[object] | None] = {
-    **IN_KERNELS,
-    "scoring": SCORINGS,
-    "is_biased": None,
-    "factor": None,
-}
+# Experts that are computed: field of ExpertShape -> its values. No other field changes what is.
+COMPUTED: Mapping[str, Collection[object]] = {"scoring": SCORINGS, "activation": ("silu",)}
 
 
-def refuse_others(shape: ExpertShape, device: torch.device) -> None:
-    """Raise Unsupported, with field and value, for experts that the device would not compute."""
-    for field, values in (DEFINED if device.type == "cpu" else IN_KERNELS).items():
-        if values is not None and (value := getattr(shape, field)) not in values:
-            known = ", ".join(map(str, values))
-            raise Unsupported(f"experts: {field} {value!r} on {device.type}; computed: {known}")
+def refuse_others(shape: ExpertShape) -> None:
+    """Raise Unsupported, with field and value, for experts that would not be computed."""
+    for field, values in COMPUTED.items():
+        if (value := getattr(shape, field)) not in values:
+            raise Unsupported(
+                f"experts: {field} {value!r}; computed: {', '.join(map(str, values))}"
+            )

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from worker.config.checkpoint.experts import ExpertShape, Held
-from worker.ops.experts.route import Routes
+from worker.ops.experts.route import TINY, Routes
 from worker.ops.jit import INTERPRETED, enter, overlap, power_of_two, tl, triton
 
 PART = 256  # of K: what one sum of the router is over
 TOKENS = 4  # of a program of `route`, a warp each
+LOWEST = -(1 << 31)  # a key of what is not to be chosen
 AT_ONCE = 4096  # assignments that a program of `arrange` looks at
 
 
@@ -53,24 +54,80 @@ def _sum(x, TOKENS: tl.constexpr, SIZE: tl.constexpr):
     """The sums of x [TOKENS, SIZE] over its columns, pair by pair, whatever its layout is."""
     if SIZE == 1:
         return tl.reshape(x, (TOKENS,))
-    even, odd = tl.split(tl.reshape(x, (TOKENS, SIZE // 2, 2)))
-    return _sum(even + odd, TOKENS, SIZE // 2)
+    else:  # what stood behind the branch would be compiled in either case
+        even, odd = tl.split(tl.reshape(x, (TOKENS, SIZE // 2, 2)))
+        return _sum(even + odd, TOKENS, SIZE // 2)
 
 
 @triton.jit
 def _scores(logits, SCORING: tl.constexpr):
     """Scores [TOKENS, EXPERTS] of all experts, at least 0; softmax's but for their sum."""
-    tl.static_assert(SCORING == "softmax")
-    return tl.exp(logits - tl.max(logits, 1)[:, None])
+    if SCORING == "sigmoid":
+        scores = tl.sigmoid(logits)
+    else:
+        tl.static_assert(SCORING == "softmax")
+        scores = tl.exp(logits - tl.max(logits, 1)[:, None])
+    return scores
+
+
+@triton.jit
+def _keys(x):
+    """i32 in the order of x; a NaN is as -inf; all are above LOWEST."""
+    bits = tl.where(x == x, x, float("-inf")).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _values(keys):
+    """What `_keys` were made of; -inf of a NaN."""
+    return tl.where(keys < 0, keys ^ 0x7FFFFFFF, keys).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _first(keys, numbers, SIZE: tl.constexpr):
+    """([TOKENS] the largest key, [TOKENS] its number, the lowest of several) of [TOKENS, SIZE]."""
+    high = tl.max(keys, 1)
+    return high, tl.min(tl.where(keys == high[:, None], numbers[None, :], SIZE), 1)
+
+
+@triton.jit
+def _in_top_groups(
+    keys, experts, SIZE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr, ADDS: tl.constexpr, LOWEST: tl.constexpr,
+):  # fmt: skip
+    """See in_top_groups; keys: [TOKENS, SIZE]; groups are of WIDTH experts.
+
+    ADDS: a group's worth is the sum of its two largest.
+    """
+    COLUMNS: tl.constexpr = triton.next_power_of_2(NUM_GROUPS)
+    group, groups = experts // WIDTH, tl.arange(0, COLUMNS)
+    ranked = tl.full((keys.shape[0], COLUMNS), LOWEST, tl.int32)
+    for number in tl.static_range(NUM_GROUPS):  # type: ignore
+        own = tl.where((group == number)[None, :], keys, LOWEST)
+        high, best = _first(own, experts, SIZE)  # type: ignore
+        if ADDS:
+            rest = tl.max(tl.where(experts[None, :] == best[:, None], LOWEST, own), 1)
+            high = _keys(_values(high) + _values(rest))
+        ranked = tl.where((groups == number)[None, :], high[:, None], ranked)
+    kept = keys < LOWEST
+    for _ in tl.static_range(TOP_GROUPS):  # type: ignore
+        _, best = _first(ranked, groups, COLUMNS)  # type: ignore
+        ranked = tl.where(groups[None, :] == best[:, None], LOWEST, ranked)
+        kept |= group[None, :] == best[:, None]
+    return tl.where(kept, keys, _keys(tl.full(keys.shape, float("-inf"), tl.float32)))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
-    parts, bias, slots, ids, weights, starts, order, load, num_tokens, sink, first, count,
+    parts, bias, slots, ids, weights, starts, order, load, num_tokens, sink, first, count, factor,
     NUM_EXPERTS: tl.constexpr, TOKENS: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr,
-    SCORING: tl.constexpr, RENORMALIZES: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
+    SCORING: tl.constexpr, RENORMALIZES: tl.constexpr, BIASED: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, LOWEST: tl.constexpr, TINY: tl.constexpr,
+    ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of tokens). parts: f32 [PARTS, num_tokens, NUM_EXPERTS]; bias: f32, of logits.
+    """Grid (blocks of tokens). parts: f32 [PARTS, num_tokens, NUM_EXPERTS].
+
+    bias: f32, of logits, or where it is BIASED of the choice; None: there is none.
 
     ALONE: there is one block, which gives rows their order, too; see `_arrange_kernel`.
     """
@@ -85,23 +142,29 @@ def _route_kernel(
         logits += tl.load(at, mask=real[:, None] & exists, other=0.0)
         at += num_tokens.to(tl.int64) * NUM_EXPERTS
     if bias is not None:
-        logits += tl.load(bias + experts, mask=experts < NUM_EXPERTS, other=0.0)[None, :]
+        added = tl.load(bias + experts, mask=experts < NUM_EXPERTS, other=0.0)[None, :]
+        logits += 0.0 if BIASED else added
     logits = tl.where(exists, logits, float("-inf"))
     scores = _scores(logits, SCORING)
-    # Scores are at least 0, so their bits are in their order; behind them come NaN, then none.
-    keys = tl.where(scores == scores, scores.to(tl.int32, bitcast=True) + 1, 0)
-    keys = tl.where(exists, keys, -1)
+    keys = tl.where(exists, _keys(scores + added if BIASED else scores), LOWEST)
+    if NUM_GROUPS > 1:
+        WIDTH: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+        keys = _in_top_groups(keys, experts, EXPERTS, NUM_GROUPS, TOP_GROUPS, WIDTH, BIASED, LOWEST)
+        keys = tl.where(exists, keys, LOWEST)
     total = tl.zeros((TOKENS,), tl.float32)
     places = tl.full((TOKENS, EXPERTS), TOP_K, tl.int32)  # of an expert among the k; TOP_K: of none
     for place in tl.static_range(TOP_K):
-        high = tl.max(keys, 1)
-        best = tl.min(tl.where(keys == high[:, None], experts[None, :], EXPERTS), 1)
-        total += tl.where(high > 0, (high - 1).to(tl.float32, bitcast=True), float("nan"))
+        _, best = _first(keys, experts, EXPERTS)
         this = experts[None, :] == best[:, None]
-        keys = tl.where(this, -2, keys)
+        total += tl.sum(tl.where(this, scores, 0.0), 1)
+        keys = tl.where(this, LOWEST, keys)
         places = tl.where(this, place, places)
-    if not RENORMALIZES:
+    if RENORMALIZES:
+        total += TINY
+    elif SCORING == "softmax":
         total = _sum(tl.where(exists, scores, 0.0), TOKENS, EXPERTS)
+    else:
+        total = tl.full((TOKENS,), 1.0, tl.float32)
     live = real
     if slots is not None:
         live &= tl.load(slots + tokens, mask=real, other=0) >= sink
@@ -109,7 +172,7 @@ def _route_kernel(
     spots = tokens[:, None] * TOP_K + places
     numbers = tl.where(live[:, None], experts[None, :], NUM_EXPERTS)
     tl.store(ids + spots, numbers, mask=chosen)
-    tl.store(weights + spots, tl.div_rn(scores, total[:, None]), mask=chosen)
+    tl.store(weights + spots, tl.div_rn(scores, total[:, None]) * factor, mask=chosen)
     if ALONE:
         held = (experts >= first) & (experts < first + count)
         here = chosen & live[:, None] & held[None, :]
@@ -168,8 +231,8 @@ def route_triton(
     load: Tensor,
     bias: Tensor | None = None,
 ) -> Routes:
-    """See route_ref, and IN_KERNELS for what of a shape is computed here."""
-    assert (bias is not None) == shape.has_biases
+    """See route_ref."""
+    assert (bias is not None) == (shape.has_biases or shape.is_biased)
     n, k = x.shape
     num_experts, top_k = shape.num_experts, shape.top_k
     assert x.stride(1) == 1
@@ -191,11 +254,12 @@ def route_triton(
     )  # fmt: skip
     tokens = min(power_of_two(n), TOKENS)
     _route_kernel[(-(-n // tokens),)](
-        logits, bias, slots, ids, weights, starts, order, load, n, sink, *held,
+        logits, bias, slots, ids, weights, starts, order, load, n, sink, *held, shape.factor,
         **overlap(
             x, NUM_EXPERTS=num_experts, TOKENS=tokens, TOP_K=top_k, PARTS=len(logits),
-            SCORING=shape.scoring, RENORMALIZES=shape.renormalizes, ALONE=n <= tokens,
-            num_warps=tokens,
+            SCORING=shape.scoring, RENORMALIZES=shape.renormalizes, BIASED=shape.is_biased,
+            NUM_GROUPS=shape.num_groups, TOP_GROUPS=shape.top_groups, LOWEST=LOWEST, TINY=TINY,
+            ALONE=n <= tokens, num_warps=tokens,
         ),
     )  # fmt: skip
     if n <= tokens:

@@ -56,15 +56,17 @@ class CopyAhead(Watcher):
     def offer(self) -> None:
         """Have pages and snapshots copied that are new."""
         for node in list(islice(self.fresh, OFFERED)):
-            del self.fresh[node]
-            if not node.page:
-                continue
-            key, tokens = key_of(node, self.form.layout_hash), tokens_of(node)
-            self._offer([Source(key, tokens, node.page)], self.book.watched)
-            if node.state:
-                parts = (part_key(key, i) for i in range(self.form.num_parts))
-                sources = [Source(of, tokens, node.state, i) for i, of in enumerate(parts)]
-                self._offer(sources, self.book.snapshots.watched)
+            if node.page:
+                self._offer_node(node)
+            del self.fresh[node]  # last: a thread that asks `idle` finds it here or with the rows
+
+    def _offer_node(self, node: Node) -> None:
+        key, tokens = key_of(node, self.form.layout_hash), tokens_of(node)
+        self._offer([Source(key, tokens, node.page)], self.book.watched)
+        if node.state:
+            parts = (part_key(key, i) for i in range(self.form.num_parts))
+            sources = [Source(of, tokens, node.state, i) for i, of in enumerate(parts)]
+            self._offer(sources, self.book.snapshots.watched)
 
     def end(self) -> None:
         """Watch no more."""

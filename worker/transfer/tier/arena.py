@@ -18,13 +18,14 @@ from worker.transfer.tier.base import Fill, PageStore, Take
 PAGE = 4096
 TOUCHED_BYTES = 64 << 20  # by a thread at once
 MOST_THREADS = 16
-SAMPLED = 16  # our own memory: a sixteenth of its blocks is checked
+SAMPLED = 64  # our own memory, as the pool is: so few of its blocks are checked, for our own bugs
+RUN = 8  # pages for which a thread waits once
 
 
 class Arena(PageStore):
     """num_bytes of host memory for objects of one length; at least one fits."""
 
-    name, every = "host", SAMPLED
+    name, every, run = "host", SAMPLED, RUN
 
     def __init__(self, num_bytes: int, object_bytes: int, *, registered: bool) -> None:
         """registered: with CUDA, in whose context the caller is. Raises OSError: no memory."""
@@ -41,9 +42,7 @@ class Arena(PageStore):
         self._view = memoryview(self._mapping)
         self._touch(registered=registered)
         self._lock = threading.Lock()
-        self._used: OrderedDict[bytes, int] = (
-            OrderedDict()
-        )  # slots by key, least recently used first
+        self._used = OrderedDict[bytes, int]()  # slots by key, least recently used first
         self._free = [*range(num_slots)]
 
     def _touch(self, *, registered: bool) -> None:
@@ -82,18 +81,17 @@ class Arena(PageStore):
         return filled
 
     def get(self, key: bytes, take: Take) -> None:
-        # Slots are given away by `put` alone, in this thread; one that is forgotten meanwhile stays
-        # as it is until then.
+        # Slots are given away by `put` alone, while nobody reads; one that is forgotten meanwhile
+        # stays as it is until then.
         with self._lock:
             slot = self._used[key]
             self._used.move_to_end(key)
         take(self._object(slot))
 
-    def forget(self, key: bytes = b"") -> int:
+    def forget(self, key: bytes = b"") -> None:
         with self._lock:
             keys = [key] if key in self._used else [] if key else [*self._used]
             self._free += [self._used.pop(x) for x in keys]
-        return len(keys)
 
     def close(self) -> None:
         if self._is_registered:

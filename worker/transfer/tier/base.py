@@ -1,7 +1,7 @@
 """The contract of a store of KV objects, which a `Row` has; see `objects.py`.
 
-`put`, `get` and `close` belong to the row's thread, and may hang. The engine's thread asks `exists`
-alone.
+`put`, `get` and `close` belong to the row's threads, and may hang: many of them call `get` at once,
+but then nobody `put`. The engine's thread asks `exists` alone.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ class PageStore(Protocol):
 
     name: str  # of the tier, as metrics have it
     every: int  # of its objects' checksums
+    run: int  # objects that a thread has at once; if several, they are good until the next `put`
     num_bytes: int  # kept
 
     def exists(self, key: bytes) -> bool:
@@ -30,14 +31,14 @@ class PageStore(Protocol):
         ...
 
     def get(self, key: bytes, take: Take) -> None:
-        """Call `take` with an object, which is good until that returns.
+        """Call `take` with an object, which is good until that returns; see `run`.
 
         Raises KeyError: there is none. OSError: the store does not work. And what `take` raises.
         """
         ...
 
-    def forget(self, key: bytes = b"") -> int:
-        """Delete an object, or all; how many. For any thread."""
+    def forget(self, key: bytes = b"") -> None:
+        """Delete an object, or all. For any thread."""
         ...
 
     def close(self) -> None:

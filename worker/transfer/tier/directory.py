@@ -5,7 +5,6 @@ says is a hint: a file that is gone is no object, and one that is wrong fails it
 whole when it gets its name, but for a machine that loses power; the checksum is for that.
 """
 
-import itertools
 import logging
 import os
 import threading
@@ -15,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
 
 from worker.transfer.tier.base import Fill, PageStore, Take
-from worker.transfer.tier.objects import Corrupt
+from worker.transfer.tier.objects import Corrupt, Form
 
 log = logging.getLogger("kvlane.tier")
 
@@ -57,27 +56,34 @@ class Directory(PageStore):
     Raises OSError if it cannot be made, is another user's, or is open to others.
     """
 
-    name, every = "disk", 1
+    name, every, run = "disk", 1, 1
 
-    def __init__(self, root: Path, owner: str, num_bytes: int, staged: Tensor) -> None:
-        """staged: [object_bytes] u8, by way of which objects are read and written."""
-        self._root, self._own = root, root / owner
-        self._most_bytes, self._object_bytes = num_bytes, staged.numel()
+    def __init__(self, root: Path, form: Form, num_bytes: int, *, pinned: bool = False) -> None:
+        """pinned: of memory by way of which objects are read and written."""
+        self._root, self._own = root, root / form.owner
+        self._most_bytes, self._object_bytes = num_bytes, form.object_bytes
+        self._pinned, self._buffers = pinned, threading.local()
         for folder in (root, self._own):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             stat = folder.stat()
             if stat.st_uid != os.geteuid() or stat.st_mode & 0o077:
                 raise PermissionError(f"{folder} is not ours alone: chmod 700, or take another")
-        self._staged = memoryview(staged.numpy().data).cast("B")
         self._lock = threading.Lock()
         self._files: OrderedDict[Path, int] = OrderedDict()  # sizes; least recently used first
         self._own_keys: set[bytes] = set()
         self._put_meanwhile: dict[Path, int] = {}
         self.num_bytes = 0
-        self._numbers = itertools.count()
         self._ends = threading.Event()
         self._look()
         threading.Thread(target=self._keep_looking, name="kvlane-disk-look", daemon=True).start()
+
+    @property
+    def _staged(self) -> memoryview:
+        """[object_bytes], of this thread."""
+        if not hasattr(self._buffers, "staged"):
+            made = torch.empty(self._object_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+            self._buffers.staged = memoryview(made.numpy().data).cast("B")
+        return self._buffers.staged
 
     def exists(self, key: bytes) -> bool:
         return key in self._own_keys
@@ -85,14 +91,13 @@ class Directory(PageStore):
     def put(self, key: bytes, fill: Fill) -> bool:
         path = self._path(key)
         if not path.exists():
-            if not fill(self._staged):
+            if not fill(left := self._staged):
                 return False
             self._make_room()
-            begun = self._own / f"{BEGUN}-{os.getpid()}-{next(self._numbers)}"
+            begun = self._own / f"{BEGUN}-{os.urandom(16).hex()}"  # pods have the same pids
             try:
                 fd = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 with open(fd, "wb", buffering=0) as file:
-                    left = self._staged
                     while left:
                         left = left[file.write(left) :]
                 begun.rename(path)
@@ -109,22 +114,20 @@ class Directory(PageStore):
         except FileNotFoundError:
             self._leave_out(path)
             raise KeyError(key) from None
+        at, staged = 0, self._staged
         with open(fd, "rb", buffering=0) as file:
-            at = 0
-            while count := file.readinto(self._staged[at:]):
+            while count := file.readinto(staged[at:]):
                 at += count
             if at < self._object_bytes or file.read(1):
                 raise Corrupt("its file has another length")
             os.utime(fd)
         self._note(path, self._object_bytes)
-        take(self._staged)
+        take(staged)
 
-    def forget(self, key: bytes = b"") -> int:
-        paths = [self._path(key)] if key else [self._path(x) for x in list(self._own_keys)]
-        for path in paths:
+    def forget(self, key: bytes = b"") -> None:
+        for path in map(self._path, [key] if key else list(self._own_keys)):
             path.unlink(missing_ok=True)
             self._leave_out(path)
-        return len(paths)
 
     def close(self) -> None:
         self._ends.set()

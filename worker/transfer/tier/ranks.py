@@ -85,7 +85,7 @@ class RankTier:
                 load.parts[0][0].load(load)
             case Cancel(number):
                 if (load := self._loads.get(number)) is not None:
-                    load.cancel("cancelled")
+                    load.cut("cancelled")
             case Forget():
                 for row in self._rows:
                     row.forget()
@@ -112,6 +112,6 @@ class RankTier:
     def close(self) -> None:
         """End all rows."""
         for load in self._loads.values():
-            load.cancel("closed")
+            load.cut("closed")
         for row in self._rows:
             row.close()

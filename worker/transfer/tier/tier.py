@@ -11,7 +11,6 @@ leader of a worker's ranks: they copy what it names, and a page is here once it 
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -21,13 +20,7 @@ from worker.cache.hold import Hold
 from worker.cache.snapshots import give_back
 from worker.errors import OutOfPages
 from worker.transfer.tier.ahead import CopyAhead
-from worker.transfer.tier.objects import (
-    Source,
-    first_key,
-    key_of,
-    next_key,
-    part_key,
-)
+from worker.transfer.tier.objects import Source, first_key, key_of, next_key, part_key
 from worker.transfer.tier.ranks import Cancel, Forget, Loaded, LoadPages
 from worker.transfer.tier.rows import Load
 
@@ -50,12 +43,10 @@ class Loading(Generic[Request]):
     pages: list[Found]  # behind those in `hold`
     state: list[Found]  # parts of the snapshot behind them, where layers are recurrent
     depth: int  # pages, of that snapshot
-    allowed_s: float  # for it to come
-    after_step: int  # before it has settled, the snapshot's slot is another's
     slot: int  # for it
-    since: float  # monotonic
+    after_step: int  # before it has settled, the slot is another's
+    load: Load
     number: int = 0  # as ranks know it
-    load: Load | None = None  # None: its pages still cool
     ranks: set[int] = field(default_factory=set[int])  # that have not answered
     least: int = 1 << 60  # objects that they have loaded
     ending: FinishReason | None = None  # why the request ends; None: it goes on
@@ -63,14 +54,7 @@ class Loading(Generic[Request]):
     @property
     def is_over(self) -> bool:
         """Whether nothing of it is written any more."""
-        return self.load is not None and self.load.is_over and not self.ranks
-
-    def is_late(self, now: float) -> bool:
-        """Whether it is to be cut off. While its row moves for others, its time does not count."""
-        if self.load is None or not self.load.parts:
-            return now - self.since > self.allowed_s
-        began_at = self.load.began_at or max(self.since, self.load.parts[0][0].moved_at)
-        return now - began_at > self.allowed_s
+        return self.load.is_over and not self.ranks
 
 
 @dataclass(eq=False)
@@ -122,30 +106,28 @@ class Tier(Generic[Request]):
         snapshots = self.book.snapshots
         # The next plan may still read the slot; see `Snapshots.resume`.
         after = snapshots.last_launched + (slot in snapshots.copies.values())
-        self.loads[request] = Loading(
-            request, hold, tokens, pages, state, depth, allowed_s, after, slot, time.monotonic()
-        )
+        load = Load(allowed_s=allowed_s)
+        self.loads[request] = Loading(request, hold, tokens, pages, state, depth, slot, after, load)
         return True
 
     def cancel(self, request: Request, ending: FinishReason = FinishReason.ABORT) -> bool:
         """Whether something is loaded for a request that ends; `poll` returns that as any other."""
         if (loading := self.loads.get(request)) is None:
             return False
-        loading.ending, loading.allowed_s = loading.ending or ending, -math.inf
+        loading.ending, loading.load.allowed_s = loading.ending or ending, -math.inf
         return True
 
     def poll(self, now: float) -> list[Loading[Request]]:
         """Move loads on; those that have ended. What they have brought is in the prefix tree."""
         ended: list[Loading[Request]] = []
         for loading in list(self.loads.values()):
-            if loading.load is None:
+            load = loading.load
+            if not load.parts:
                 self._bind(loading)
-            if not loading.is_over and loading.is_late(now):
-                cause = "late" if loading.ending is None else "unwanted"
-                if loading.load is None:  # no fault of its row
-                    loading.load, cause = Load(()), "unwanted"
-                loading.load.cancel(cause)
-                loading.allowed_s = math.inf
+            if not loading.is_over and load.is_late(now):
+                blames_row = load.parts and loading.ending is None
+                load.cut("late" if blames_row else "unwanted")
+                load.allowed_s = math.inf
                 if loading.ranks:
                     self._tell(Cancel(loading.number))
             if loading.is_over:
@@ -175,8 +157,7 @@ class Tier(Generic[Request]):
         """End all rows; the pool is not touched any more."""
         self.ahead.end()
         for loading in self.loads.values():
-            if loading.load is not None:
-                loading.load.cancel("closed")
+            loading.load.cut("closed")
         for row in self.rows:
             row.close()
 
@@ -230,17 +211,16 @@ class Tier(Generic[Request]):
             (row, Source(key, text, loading.slot, part))
             for part, (row, key, text) in enumerate(loading.state)
         ]
-        loading.load = load = Load([(self.rows[row], source) for row, source in parts])
+        loading.load.parts = [(self.rows[row], source) for row, source in parts]
         loading.number = next(self._numbers)
         loading.ranks = set(range(1, self._form.tp_size))
         self._tell(LoadPages(loading.number, tuple(parts), self._num_settled()))
-        load.parts[0][0].load(load)
+        self.rows[parts[0][0]].load(loading.load)
 
     def _end(self, loading: Loading[Request]) -> None:
         """Give the tree what has come, and the request's hold its place behind that."""
         del self.loads[loading.req]
         load, hold, book = loading.load, loading.hold, self.book
-        assert load is not None
         num_objects = min(load.num_loaded, loading.least)
         num_pages = min(num_objects, len(loading.pages))
         for row, _ in load.parts[:num_pages]:

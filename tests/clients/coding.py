@@ -1,6 +1,6 @@
 """Coding agents: a turn of each against a server, and whether the model has called a tool in it.
 
-Nothing here forces a call: `agents.toml` has what the agents are told, as router/AGENTS.md says it.
+Nothing here forces a call: `coding.toml` has what the agents are told, as router/AGENTS.md says it.
 """
 
 import json
@@ -23,7 +23,7 @@ CALLS = "tool_use", "function_call", "custom_tool_call"
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A table of agents.toml."""
+    """A table of coding.toml."""
 
     package: str
     speaks: str
@@ -66,7 +66,7 @@ class Agent:
 
 AGENTS = {
     name: Agent(**table)
-    for name, table in tomllib.loads(Path(__file__).with_name("agents.toml").read_text()).items()
+    for name, table in tomllib.loads(Path(__file__).with_name("coding.toml").read_text()).items()
 }
 
 

@@ -1,0 +1,114 @@
+"""Our harness against servers of others: `python -m tests.clients.servers [NAME …]`.
+
+Installs llama.cpp (in the wheel xllamacpp) and what `transformers serve` needs into .tools/servers,
+has both serve the bundled model on this machine's CPUs, and runs `kvlane bench --agree` against
+them, a request at a time, in a network namespace: tokens, requests and times as far as that server
+tells. `transformers serve` has no page of metrics: its usage is compared with what our tokenizer
+counts in its texts. Exits with 1 where something is more than 3 % apart.
+
+llama.cpp closes connections after streams and says so nowhere, so none is used twice.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from transformers import AutoModelForCausalLM
+
+from tests.support.gguf_files import CONTROL, NORMAL, Words, write_model
+from tests.support.namespaces import ENTER, INSIDE, run
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TINY, PLACE = REPOSITORY / "worker" / "assets" / "tiny", REPOSITORY / ".tools" / "servers"
+PORT, START_S = 8123, 240.0
+INSTALL = {"llama.cpp": "xllamacpp==2026.10.11549", "transformers": "accelerate"}
+LLAMA = """
+import sys, time, xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.hostnames, params.port = sys.argv[1], ["127.0.0.1"], int(sys.argv[2])
+params.endpoint_metrics, params.n_ctx, params.n_parallel, params.fit_params = True, 8192, 1, False
+params.cpuparams.n_threads = 1
+server = xllamacpp.Server(params)
+time.sleep(1e6)
+"""
+BENCH = (
+    "--agree", "--tokenizer", str(TINY), "--endpoint", "completions", "--concurrency", "1",
+    "--processes", "1", "--quiet", "--header", "Connection: close",
+)  # fmt: skip
+LOADS = {"llama.cpp": ("--source", "synthetic:2048,256", "--num", "6"),
+         "transformers": ("--source", "problems", "--num", "12")}  # fmt: skip
+
+
+def as_gguf(path: Path) -> None:
+    """The bundled model, its words split as GPT-2's are."""
+    read = json.loads((TINY / "tokenizer.json").read_text())
+    special = {each["content"]: each["id"] for each in read["added_tokens"]}
+    ids = {**read["model"]["vocab"], **special}
+    tokens = sorted(ids, key=lambda word: ids[word])
+    merges = [each if isinstance(each, str) else " ".join(each) for each in read["model"]["merges"]]
+    types = [CONTROL if word in special else NORMAL for word in tokens]
+    keys = {"ggml.eos_token_id": 2, "ggml.padding_token_id": 0, "ggml.add_bos_token": False}
+    words = Words(tokens, "gpt2", "gpt-2", types, merges=merges, keys=keys)
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype="float32")
+    write_model(path, model, "qwen3", words=words)
+
+
+@contextmanager
+def serving(name: str, python: Path) -> Iterator[None]:
+    """The server of that name listens while the body runs."""
+    if name == "llama.cpp":
+        as_gguf(PLACE / "tiny.gguf")
+        words = [str(python), "-c", LLAMA, str(PLACE / "tiny.gguf"), str(PORT)]
+    else:
+        words = [str(python), "-m", "transformers.cli.transformers", "serve", str(TINY)]
+        words += ["--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1"]
+        words += ["--port", str(PORT)]
+    log = PLACE / f"{name}.log"
+    with log.open("wb") as file, subprocess.Popen(words, stdout=file, stderr=file) as process:
+        try:
+            until, url = time.monotonic() + START_S, f"http://127.0.0.1:{PORT}/health"
+            while True:
+                try:
+                    if httpx.get(url, timeout=5).is_success:
+                        break
+                except httpx.TransportError:
+                    pass
+                if process.poll() is not None or time.monotonic() > until:
+                    sys.exit(f"{name} does not serve: {log.read_text(errors='replace')[-2000:]}")
+                time.sleep(0.5)
+            yield
+        finally:
+            process.kill()
+
+
+def compare(name: str, python: Path) -> int:
+    """What `kvlane bench` ends with."""
+    print(f"--- {name}", flush=True)
+    with serving(name, python):
+        url = ("--url", f"http://127.0.0.1:{PORT}")
+        words = [sys.executable, "-m", "cluster", "bench", *url, *BENCH, *LOADS[name]]
+        return subprocess.run(words, check=False).returncode
+
+
+def main() -> int:
+    """1 if a server says otherwise."""
+    names = [each for each in sys.argv[1:] if each in INSTALL] or [*INSTALL]
+    if INSIDE in os.environ:
+        run("ip", "link", "set", "lo", "up")
+        return max([compare(name, PLACE / "bin" / "python") for name in names])
+    packages = [INSTALL[name] for name in names]
+    run(str(REPOSITORY / "tests" / "support" / "venv"), str(PLACE), "--no-deps", *packages)
+    (site,) = PLACE.glob("lib/python3.*/site-packages")
+    (site / "own.pth").write_text(str(Path(httpx.__file__).parents[1]))  # all that is here, too
+    inside = [*ENTER, sys.executable, "-m", "tests.clients.servers", *names]
+    return subprocess.run(inside, env={**os.environ, INSIDE: "1"}, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,378 @@
+"""Attention over latents, every backend, against a dense float64 oracle over a pool full of NaN.
+
+As tests/contract/test_attention.py. On a GPU: tests/gpu/test_latent_on_cuda.py.
+"""
+
+import importlib.util
+import inspect
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.contract.test_attention import BOUNDS, CPU, MIXED, Row, dense_oracle, make_batch
+from tests.contract.test_attention import make_rows as rows_of
+from tests.support.interpreted import INTERPRETED, WHY, asm_of, compiling
+from tests.support.pairwise import every, in_whole, one_in, pairwise, whole
+from worker.attention.base import AttentionShape
+from worker.attention.build import build_attentions
+from worker.attention.latent import LatentNorm, latent_rope_store_ref
+from worker.attention.qk_rope_store import Rotation
+from worker.cache.layout import KVLayout, KVRegion
+from worker.cache.pool import KVPool
+from worker.config.backends import LATENT
+from worker.config.checkpoint.mask import KeyMask
+from worker.errors import Unsupported
+from worker.forward.batch import Batch, Bounds
+from worker.forward.context import forward_context
+from worker.ops.jit import HAS_TRITON
+from worker.ops.rope import rope_inv_freq, rope_table
+from worker.registry import resolve
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_LAYERS, LAYER = 2, 1
+BACKENDS = ["triton"] if INTERPRETED else ["reference"]
+LONG = [(399, 1), (0, 2), (256, 3), (255, 1), (63, 1)]
+
+
+@dataclass(slots=True)
+class Scene:
+    """A pool, a batch over it whose rows are stored, and its queries."""
+
+    pool: KVPool
+    batch: Batch
+    requests: list[Row]
+    q: Tensor
+    shape: AttentionShape
+
+    def attend(self, backend: Any, batch: Batch | None = None) -> Tensor:
+        """Into memory of NaN. backend: a name or an instance."""
+        made, batch = self.made(backend), batch or self.batch
+        out = self.q.new_full((*self.q.shape[:2], self.shape.value_dim), float("nan"))
+        with forward_context(batch, made, made.plan(batch)):
+            assert made.forward(self.q, LAYER, out) is out
+        return out
+
+    def made(self, backend: Any) -> Any:
+        if isinstance(backend, str):
+            return resolve("attention backend", backend, LATENT)(self.pool, self.shape)
+        return backend
+
+
+def make(
+    shapes: list[tuple[int, int]],
+    heads: int = 4,
+    dims: tuple[int, int] = (32, 16),
+    page_size: int = 16,
+    dtype: str = "float32",
+    padded: tuple[int, int] = (3, 2),
+    seed: int = 0,
+    device: torch.device = CPU,
+) -> Scene:
+    """Requests of (prefix, width). padded: tokens and requests; slots of nobody are NaN."""
+    requests, pages = rows_of(shapes, page_size, seed)
+    size = sum(dims)
+    region = KVRegion("target", NUM_LAYERS, 1, size, 1, page_size, dtype, 1)
+    pool = KVPool(KVLayout((region,)), pages, device)
+    for (part,) in pool.layers():
+        part[1:] = float("nan")
+    generator = torch.Generator().manual_seed(seed)
+    for request in requests:
+        at = torch.arange(request.length)
+        slots = torch.tensor(request.pages)[at // page_size], at % page_size
+        kept = torch.randn(request.length, size, generator=generator)
+        pool.layer(LAYER)[0][slots[0].to(device), 0, slots[1].to(device)] = kept.to(
+            device, getattr(torch, dtype)
+        )
+    with device:
+        batch = make_batch(requests, page_size, *padded)
+    q = torch.randn(batch.num_tokens, heads, size, generator=generator)
+    shape = AttentionShape(heads, 1, size, size**-0.5, kind="latent", value_dim=dims[0])
+    return Scene(pool, batch, requests, q.to(device, getattr(torch, dtype)), shape)
+
+
+def expected(scene: Scene) -> Tensor:
+    """[num_tokens, heads, value_dim] f64, zeros for padding."""
+    cache, page_size = scene.pool.layer(LAYER)[0], scene.pool.layout.page_size
+    out, start = torch.zeros(scene.q.shape, dtype=torch.float64), 0
+    for request in scene.requests:
+        at = torch.arange(request.length)
+        kept = cache.cpu()[torch.tensor(request.pages)[at // page_size], :, at % page_size].double()
+        mine = slice(start, start + request.width)
+        q = scene.q[mine].cpu().double()
+        out[mine] = dense_oracle(q, kept, kept, request.prefix, scene.shape.scale, scene.shape.mask)
+        start += request.width
+    return out[..., : scene.shape.value_dim]
+
+
+def check(scene: Scene, backend: Any) -> None:
+    before = scene.pool.layer(LAYER)[0].clone()
+    out = scene.attend(backend)
+    error = (out.cpu().double() - expected(scene)).abs().max()
+    assert error < BOUNDS[scene.pool.region().dtype], error
+    assert not out[int(scene.batch.query_start[-1]) :].any(), "padded tokens are zero"
+    assert torch.equal(before.nan_to_num(), scene.pool.layer(LAYER)[0].nan_to_num())
+    scene.pool.close()
+
+
+FACTORS = {
+    "heads": (1, 4, 20, 40),
+    "dims": ((32, 16), (64, 32), (128, 16)),
+    "page_size": (1, 16, 64),
+    "dtype": ("float32", "bfloat16", "float16"),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("heads", "dims", "page_size", "dtype"),
+    every(FACTORS) if whole else one_in(3 if INTERPRETED else 1, pairwise(FACTORS)),
+)
+def test_ragged_windows_match_the_dense_oracle(backend, heads, dims, page_size, dtype) -> None:
+    check(make([(0, 5), (21, 1), (6, 3)], heads, dims, page_size, dtype), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("heads", "dtype"), [(4, "float32"), (20, "bfloat16")])
+def test_widths_from_1_to_16_mix_in_one_batch(backend, heads, dtype) -> None:
+    """Tiles of 16 rows in float32 and of 64 else: a request has several of either."""
+    check(make(MIXED, heads, dtype=dtype), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("page_size", "dtype"), [(1, "float32"), (64, "bfloat16")])
+def test_long_rows_in_many_parts(backend, page_size, dtype) -> None:
+    check(make(LONG, 4, page_size=page_size, dtype=dtype, padded=(20, 0)), backend)
+    check(make([(399, 1), (0, 1), (255, 1)], 20, page_size=page_size, dtype=dtype), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_s_bits_do_not_depend_on_the_other_rows(backend) -> None:
+    """Each request alone, the others cut down to nothing, under a much higher length bound."""
+    shapes = [(399, 1), (256, 3), (0, 2)]
+    scene = make(shapes, padded=(0, 0))
+    made = scene.made(backend)
+    together = scene.attend(made)
+    for number in range(len(shapes)):
+        lengths = torch.zeros_like(scene.batch.seq_lens)
+        lengths[number] = scene.batch.seq_lens[number]
+        bound = scene.batch.max_seq_len_ub if backend == "reference" else 900
+        alone = replace(scene.batch, seq_lens=lengths, max_seq_len_ub=bound)
+        out = scene.attend(made, alone)
+        mine = slice(*scene.batch.query_start[number : number + 2].tolist())
+        assert torch.equal(out[mine], together[mine])
+        out[mine] = 0
+        assert not out.any(), "requests without rows"
+    scene.pool.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("heads", "page_size"), [(4, 16), *in_whole((20, 64), (4, 1))])
+def test_the_first_row_may_be_nobody_s(backend, heads, page_size) -> None:
+    """As for a layer that drafts: it is NaN, and the row at position 0 sees nothing."""
+    scene = make([(0, 5), (21, 1), (399, 2), (1, 1)], heads, page_size=page_size)
+    scene.shape = replace(scene.shape, mask=KeyMask(first_key=1))
+    for request in scene.requests:
+        scene.pool.layer(LAYER)[0][request.pages[0], 0, 0] = float("nan")
+    check(scene, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_backend_cannot_serve_is_refused_by_name(backend) -> None:
+    scene = make([(0, 1)])
+    names: dict[str, str] = dict.fromkeys(("prefill", "decode"), backend)
+    built = build_attentions(names, scene.pool, scene.shape)
+    assert isinstance(built.decode, resolve("attention backend", backend, LATENT))
+    with pytest.raises(Unsupported, match=r"cannot serve .*window"):
+        build_attentions(names, scene.pool, replace(scene.shape, mask=KeyMask(window=4)))
+    plain = replace(scene.shape, kind="heads", value_dim=0)
+    with pytest.raises(Unsupported, match="'target' has 1 parts a token; attention needs 2"):
+        build_attentions(names, scene.pool, plain)
+    if backend == "triton":
+        with pytest.raises(Unsupported, match=r"engine.attention.prefill: .* 24 of a"):
+            build_attentions(names, scene.pool, replace(scene.shape, value_dim=24))
+    scene.pool.close()
+
+
+@dataclass(slots=True)
+class Store:
+    """Arguments of latent_rope_store: five tokens, of which two are padding."""
+
+    heads: int
+    dims: tuple[int, int]
+    page_size: int
+    dtype: torch.dtype
+
+    def run(
+        self, store: Any, *, in_place: bool = False, device: torch.device = CPU
+    ) -> tuple[Tensor, Tensor]:
+        """(queries with rotated ends, pages) of an implementation."""
+        value, rope = self.dims
+        generator = torch.Generator().manual_seed(3)
+        wide = torch.randn(5, self.heads, value + rope, generator=generator).to(self.dtype)
+        latents = torch.randn(5, value + rope + 8, generator=generator).to(self.dtype)
+        latents[4] = latents[3]  # padded rows are equal: it does not matter which one wins
+        table = rope_table(rope_inv_freq(rope, 1e4, None), 64, CPU)
+        norm = LatentNorm(torch.randn(value, generator=generator).to(self.dtype), 1e-6)
+        slots = torch.tensor([5 * self.page_size - 1, self.page_size, 2 * self.page_size, 0, 0])
+        positions = torch.tensor([3, 63, 1, 0, 0])
+        pages = torch.full((5, 1, 2, self.page_size, value + rope), 7.0, dtype=self.dtype)
+        wide, latents, slots, positions, table, pages = (
+            x.to(device) for x in (wide, latents, slots, positions, table, pages)
+        )
+        norm = LatentNorm(norm.weight.to(device), norm.eps)
+        out = wide if in_place else torch.full_like(wide, 9.0)
+        store(
+            wide[..., value:], latents[:, : value + rope], Rotation(table, positions), norm,
+            pages[:, :, 1], slots, out[..., value:],
+        )  # fmt: skip
+        return out, pages
+
+
+STORES = [(4, (32, 16), 16, torch.float32), (20, (64, 32), 1, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("of", [Store(*each) for each in STORES], ids=str)
+def test_a_row_is_a_normed_latent_and_a_key_rotated_by_pairs(of: Store) -> None:
+    """The definition, against complex numbers in f64."""
+    out, pages = of.run(latent_rope_store_ref)
+    value, rope = of.dims
+    generator = torch.Generator().manual_seed(3)
+    wide = torch.randn(5, of.heads, value + rope, generator=generator).to(of.dtype).double()
+    latents = torch.randn(5, value + rope + 8, generator=generator).to(of.dtype).double()
+    latents, weight = latents[:, : value + rope], torch.randn(value, generator=generator)
+    angles = torch.tensor([3.0, 63.0, 1.0]).double()[:, None] / 1e4 ** (
+        torch.arange(0, rope, 2).double() / rope
+    )
+    turn = torch.polar(torch.ones_like(angles), angles)
+
+    def turned(x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * turn.view(3, *[1] * (x.ndim - 2), -1)).flatten(-2)
+
+    bound = 1e-5 if of.dtype == torch.float32 else 0.03
+    assert (out[:3, :, value:].double() - turned(wide[:3, :, value:])).abs().max() < bound
+    assert (out[..., :value] == 9).all()
+    normed = latents[:3, :value] / latents[:3, :value].square().mean(-1, True).add(1e-6).sqrt()
+    wanted = torch.cat((normed * weight.to(of.dtype).double(), turned(latents[:3, value:])), -1)
+    for number, slot in enumerate((5 * of.page_size - 1, of.page_size, 2 * of.page_size)):
+        row = pages[slot // of.page_size, 0, 1, slot % of.page_size]
+        assert (row.double() - wanted[number]).abs().max() < 2 * bound
+        row[:] = 7
+    pages[0, 0, 1, 0] = 7
+    assert (pages == 7).all(), "nothing else is written"
+
+
+def asm(heads: int, width: int, dims: tuple[int, int] = (512, 64)) -> dict[str, str]:
+    """The stages of _latent_kernel for 32 requests over bf16 in pages of 64, on an H200."""
+    from worker.attention import latent_triton as kernels
+
+    tiles = kernels.choose(Bounds(32, 32 * width, width, 8192), heads, 2, 132)
+    shape = AttentionShape(heads, 1, sum(dims), 1.0, kind="latent", value_dim=dims[0])
+    constants, options = kernels.constants_of(tiles, shape, 64)
+    types = dict.fromkeys(("q", "out", "rows"), "*bf16")
+    types |= dict.fromkeys(("page_table", "items", "counts"), "*i32")
+    types |= dict.fromkeys(("partial", "stats"), "*fp32") | {"scale": "fp32"}
+    types |= dict.fromkeys(("num_tokens", "stride_q", "stride_page", "stride_table"), "i32")
+    return asm_of(kernels._latent_kernel, types, constants | {"PDL": True}, **options)
+
+
+if INTERPRETED:
+    from worker.attention import latent_triton
+
+    @pytest.mark.parametrize("of", [Store(*each) for each in STORES], ids=str)
+    @pytest.mark.parametrize("in_place", [True, False])
+    def test_the_kernel_stores_as_its_definition(of: Store, in_place: bool) -> None:
+        check_store(of, latent_triton, in_place)
+
+    def check_store(of: Store, kernels: Any, in_place: bool = False) -> None:
+        got = of.run(kernels.latent_rope_store_triton, in_place=in_place)
+        wanted = of.run(latent_rope_store_ref, in_place=in_place)
+        for one, other in zip(got, wanted, strict=True):
+            bound = 1e-6 if of.dtype == torch.float32 else 0.024
+            assert (one.float() - other.float()).abs().max() <= bound * other.float().abs().max()
+            assert torch.equal(one == 7.0, other == 7.0)
+
+    MUTANTS = {
+        "the rotated key takes no part": (
+            "tl.trans(value), scores,", "tl.trans(value), 0 * scores,",
+        ),
+        "tokens of a window see all of it": (
+            "keys[None, :] <= limit[:, None]", "keys[None, :] < end",
+        ),
+        "rows past the end are read": ("inside = (keys < end)", "inside = (keys >= 0)"),
+        "sums keep their scale": ("acc * shrink[:, None]", "acc"),
+        "weights keep theirs": ("weight * shrink[:, None] +", "weight +"),
+        "each tile is the first": ("row = cut // 65536 * BLOCK_M + local", "row = local"),
+        "the last part is left out": (
+            "part < num_splits, first_item", "part < num_splits - 1, first_item",
+        ),
+        "parts count alike": ("sums * tl.exp2(high - top)[:, None]", "sums"),
+        "padding stays as it was": ("zero_padding(out, num_rows,", "zero_padding(out, num_tokens,"),
+        "a head's key is its latent's end": (
+            "q_at + VALUE + of_rope", "q_at + VALUE - ROPE + of_rope",
+        ),
+        "latents are not normed": ("x = x * tl.rsqrt", "x = x + 0 * tl.rsqrt"),
+        "pairs turn backwards": ("first * cos - second", "first * cos + second"),
+        "a page has one slot": ("slot % PAGE * (VALUE", "0 * (VALUE"),
+        "halves are pairs": ("source + 1, mask", "source + 8, mask"),
+    }  # fmt: skip
+
+    @pytest.mark.parametrize("mutant", one_in(5, MUTANTS))
+    def test_a_kernel_that_computes_otherwise_is_seen(mutant: str, tmp_path: Path) -> None:
+        right, wrong = MUTANTS[mutant]
+        source = inspect.getsource(latent_triton)
+        assert right in source
+        file = tmp_path / f"latent_mutant_{sorted(MUTANTS).index(mutant)}.py"
+        file.write_text(source.replace(right, wrong))
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        assert spec is not None
+        assert spec.loader is not None
+        made = importlib.util.module_from_spec(spec)
+        sys.modules[file.stem] = made
+        spec.loader.exec_module(made)
+
+        def check_all() -> None:
+            scene = make([(290, 1), (5, 7), (37, 1)])
+            check(scene, made.LatentTriton(scene.pool, scene.shape))
+            check_store(Store(*STORES[0]), made)
+
+        with pytest.raises((AssertionError, IndexError)):
+            check_all()
+
+else:
+
+    @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
+    @pytest.mark.parametrize(
+        ("heads", "width", "product"),  # V2-Lite; its windows; GLM-4.7-Flash
+        [(16, 1, "mma.sync"), (16, 4, "wgmma"), *in_whole((20, 1, "mma.sync"))],
+    )
+    def test_a_block_of_rows_is_loaded_once_for_both_products(heads, width, product) -> None:
+        stages = asm(heads, width)
+        assert product in stages["ptx"]
+        assert "cp.async" in stages["ptx"]
+        assert "atom" not in stages["ptx"]
+        loop = stages["ttgir"].split("scf.for")[1].split("scf.yield")[0]
+        assert loop.count("ttg.async_copy_global_to_local") == 2  # latents, rotated keys
+
+    @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
+    def test_what_merges_parts_and_what_stores_rows_compile_for_an_h200() -> None:
+        from worker.attention import latent_triton as kernels
+
+        empty, ids = torch.empty, torch.zeros(2, dtype=torch.int64)
+        x, rows = (empty(2, n, 576, dtype=torch.bfloat16) for n in (16, 64))
+        with compiling(kernels, "_latent_rope_store_kernel"):
+            kernels.latent_rope_store_triton(
+                x[..., 512:], x[:, 0], Rotation(empty(8, 64), ids),
+                LatentNorm(x[0, 0, :512], 1e-6), rows.unsqueeze(1), ids, x[..., 512:],
+            )  # fmt: skip
+        types = {"out": "*bf16", "items": "*i32", "counts": "*i32", "partial": "*fp32"}
+        sizes = {"BLOCK_M": 16, "VALUE": 512, "HEADS": 16, "SPLITS": 64, "TOGETHER": 8}
+        fields = {"FIELDS": kernels.FIELDS, "PDL": True}
+        made = asm_of(kernels._merge_kernel, types | {"stats": "*fp32"}, sizes | fields)
+        assert "griddepcontrol.wait" in made["ptx"]

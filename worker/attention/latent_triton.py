@@ -1,0 +1,394 @@
+"""Kernels of latent.py: absorbed queries over rows in pages, and what stores rows.
+
+Rows of a tile are (token, head) pairs, as in paged_triton, and paged_plan_triton cuts a batch into
+items (tile, split) for both. A block of rows in pages is loaded once: all of it for the scores, its
+first VALUE numbers for the sums. Each item has a program, and parts are merged by a second kernel:
+a part is 16 · 512 numbers and more, too many for the last program of a tile to add up alone.
+"""
+
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
+from worker.attention.latent import LatentNorm, absorbs, expands
+from worker.attention.paged_plan_triton import FIELDS, PagedPlan, bound_of, item_at, plan_items
+from worker.attention.paged_tiles import MAX_SPLITS, PagedTiles
+from worker.attention.paged_triton import page_of, rows_at, scale_of, zero_padding
+from worker.attention.qk_rope_store import Rotation
+from worker.cache.pool import KVPool
+from worker.errors import Unsupported
+from worker.forward.batch import Batch, Bounds
+from worker.forward.context import current
+from worker.ops.jit import (
+    HAS_TRITON,
+    INTERPRETED,
+    enter,
+    num_sms,
+    overlap,
+    power_of_two,
+    tl,
+    triton,
+)
+
+STORED_HEADS = 16  # of queries that one program rotates
+
+
+@triton.jit
+def _latent_blocks(
+    q_value, q_rope, rows, table, page, stride_page, begin, end, limit, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, VALUE: tl.constexpr, ROPE: tl.constexpr,
+    PAGE: tl.constexpr, FIRST_KEY: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over keys begin..end - 1, not yet divided: sums, sums of weights, highest.
+
+    q_value, q_rope: [BLOCK_M, VALUE], [BLOCK_M, ROPE]; limit: the last key that a row sees.
+    """
+    DTYPE: tl.constexpr = rows.dtype.element_ty
+    ROW: tl.constexpr = VALUE + ROPE
+    block, of_value, of_rope = tl.arange(0, BLOCK_N), tl.arange(0, VALUE), tl.arange(0, ROPE)
+    acc = tl.zeros((BLOCK_M, VALUE), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    weight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # by place: warps need not wait to add it up
+    if PAGE >= BLOCK_N:
+        page = page.to(tl.int64)
+    else:
+        page = page_of(table, begin, begin + block, end, PAGE, BLOCK_N)
+    for key in range(bound_of(begin), bound_of(end), BLOCK_N):
+        keys = key + block
+        at = rows_at(rows, page, key, block, stride_page, ROW, PAGE, BLOCK_N)[:, None]
+        inside = (keys < end)[:, None]  # memory beyond may hold NaN, and 0 · NaN is NaN
+        if FIRST_KEY:
+            inside &= (keys >= FIRST_KEY)[:, None]
+        value = tl.load(at + of_value[None, :], mask=inside, other=0.0)
+        rope = tl.load(at + VALUE + of_rope[None, :], mask=inside, other=0.0)
+        page = page_of(table, key + BLOCK_N, keys + BLOCK_N, end, PAGE, BLOCK_N)
+        if INTERPRETED:
+            value, rope = value.to(tl.float32), rope.to(tl.float32)
+        scores = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
+        scores = tl.dot(q_value, tl.trans(value), scores, input_precision="ieee") * scale
+        scores = tl.where(keys[None, :] <= limit[:, None], scores, float("-inf"))
+        if FIRST_KEY:
+            scores = tl.where((keys >= FIRST_KEY)[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # the row has seen no key yet
+        shrink = tl.exp2(top - base)
+        p = tl.exp2(scores - base[:, None])
+        weight = weight * shrink[:, None] + p
+        p = p.to(DTYPE)
+        if INTERPRETED:
+            p = p.to(tl.float32)
+        acc = tl.dot(p, value, acc * shrink[:, None], input_precision="ieee")
+        top = higher
+    return acc, tl.sum(weight, 1), top
+
+
+@triton.jit(do_not_specialize=["num_tokens", "stride_table"])
+def _latent_kernel(
+    q, out, rows, page_table, items, counts, partial, stats,
+    num_tokens, stride_q, stride_page, stride_table, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, VALUE: tl.constexpr, ROPE: tl.constexpr,
+    PAGE: tl.constexpr, FIRST_KEY: tl.constexpr, HEADS: tl.constexpr, FIELDS: tl.constexpr,
+    MANY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (items,), of which the first counts[0] are there.
+
+    MANY: requests may have several tiles. Later tiles see more keys, so the last ones go first.
+
+    q: [num_tokens, HEADS, VALUE + ROPE], rows stride_q apart; out: [num_tokens, HEADS, VALUE].
+    rows: [pages, PAGE, VALUE + ROPE], pages stride_page apart. scale: for exp2.
+    partial: f32 [items, BLOCK_M, VALUE]; stats: f32 [items, 2, BLOCK_M], highest and weight.
+    """
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    enter(PDL)
+    num_items = tl.load(counts)
+    num_rows = tl.load(counts + 1)
+    # `items` has room for one item a program, so this load need not wait for the number of items.
+    item = tl.maximum(num_items - 1 - program, 0) if MANY else program
+    start, num_r, past, begin, end, req, page, cut = item_at(  # type: ignore[misc]
+        items, item, program >= 0, FIELDS
+    )
+    if program < num_items:
+        local, of_value, of_rope = tl.arange(0, BLOCK_M), tl.arange(0, VALUE), tl.arange(0, ROPE)
+        row = cut // 65536 * BLOCK_M + local
+        here = (row < num_r)[:, None]
+        token = (start + row // HEADS).to(tl.int64)
+        q_at = (q + token * stride_q + row % HEADS * (VALUE + ROPE))[:, None]
+        q_value = tl.load(q_at + of_value[None, :], mask=here, other=0.0)
+        q_rope = tl.load(q_at + VALUE + of_rope[None, :], mask=here, other=0.0)
+        if INTERPRETED:
+            q_value, q_rope = q_value.to(tl.float32), q_rope.to(tl.float32)
+        acc, weight, top = _latent_blocks(  # type: ignore[misc]
+            q_value, q_rope, rows, page_table + req.to(tl.int64) * stride_table, page, stride_page,
+            begin, end, past + row // HEADS, scale, BLOCK_M, BLOCK_N, VALUE, ROPE, PAGE,
+            FIRST_KEY,
+        )  # fmt: skip
+        if cut // 256 % 256 == 1:
+            whole = acc / tl.where(weight > 0, weight, 1.0)[:, None]  # 0 where there is no key
+            out_at = (out + token * (HEADS * VALUE) + row % HEADS * VALUE)[:, None]
+            tl.store(out_at + of_value[None, :], whole.to(out.dtype.element_ty), mask=here)
+        else:
+            slot = tl.cast(item, tl.int64) * BLOCK_M + local
+            tl.store(partial + slot[:, None] * VALUE + of_value[None, :], acc, mask=here)
+            stats_at = stats + tl.cast(item, tl.int64) * (2 * BLOCK_M) + local
+            tl.store(stats_at, top, mask=row < num_r)
+            tl.store(stats_at + BLOCK_M, weight, mask=row < num_r)
+    zero_padding(out, num_rows, num_tokens, program, num_programs, HEADS, VALUE, VALUE)
+
+
+@triton.jit
+def _merge_kernel(
+    out, items, counts, partial, stats,
+    BLOCK_M: tl.constexpr, VALUE: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
+    FIELDS: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (items, any): the items of a tile divide its rows, whose parts they add up.
+
+    SPLITS: as many as there can be; TOGETHER: parts that are loaded at once.
+    """
+    item, part_of_rows = tl.program_id(0), tl.program_id(1)
+    enter(PDL)
+    there = item < tl.load(counts)
+    start, num_r, _, _, _, _, _, cut = item_at(items, item, there, FIELDS)  # type: ignore[misc]
+    split, num_splits, row = cut % 256, cut // 256 % 256, cut // 65536 * BLOCK_M
+    if num_splits > 1:
+        first_item = (item - split).to(tl.int64)
+        rows = tl.minimum(num_r - row, BLOCK_M)
+        begin, step = split + part_of_rows * num_splits, num_splits * tl.num_programs(1)
+        for local in range(bound_of(begin), bound_of(rows), bound_of(step)):
+            of_part, of_value = tl.arange(0, SPLITS), tl.arange(0, VALUE)
+            known = of_part < num_splits
+            stats_at = stats + (first_item + of_part) * (2 * BLOCK_M) + local
+            tops = tl.load(stats_at, mask=known, other=float("-inf"))
+            top = tl.max(tops, 0)  # a row sees its request's first key
+            weights = tl.load(stats_at + BLOCK_M, mask=known, other=0.0)
+            weight = tl.sum(weights * tl.exp2(tops - top), 0)
+            total = tl.zeros((VALUE,), tl.float32)
+            for first in range(0, bound_of(num_splits), TOGETHER):
+                part = first + tl.arange(0, TOGETHER)
+                wanted, slot = part < num_splits, first_item + part
+                high_at = stats + slot * (2 * BLOCK_M) + local
+                high = tl.load(high_at, mask=wanted, other=float("-inf"))
+                at = partial + (slot * BLOCK_M + local)[:, None] * VALUE + of_value[None, :]
+                sums = tl.load(at, mask=wanted[:, None], other=0.0)
+                total += tl.sum(sums * tl.exp2(high - top)[:, None], 0)
+            token = (start + (row + local) // HEADS).to(tl.int64)
+            out_at = out + (token * HEADS + (row + local) % HEADS) * VALUE
+            tl.store(out_at + of_value, (total / weight).to(out.dtype.element_ty))
+
+
+def latent_attention(q: Tensor, rows: Tensor, plan: PagedPlan, out: Tensor) -> Tensor:
+    """Rows' attention to the keys of their requests that they see; padded rows are zero.
+
+    q: [num_tokens, heads, head_dim], tokens strided; rows: a layer's [num_pages, 1, page_size,
+    head_dim] view. Returns `out`: [num_tokens, heads, value_dim], contiguous.
+    """
+    tiles, shape = plan.tiles, plan.shape
+    assert q.shape[1:] == (shape.num_heads, shape.head_dim)
+    assert q.stride()[1:] == rows.stride()[2:] == (shape.head_dim, 1)
+    assert out.is_contiguous()
+    constants, options = constants_of(tiles, shape, rows.shape[2])
+    options["PDL"] = overlap(q)["PDL"]  # the next kernel may start early, this one does not
+    _latent_kernel[(tiles.programs,)](
+        q, out, rows, plan.page_table, plan.items, plan.counts, plan.partial, plan.stats,
+        len(q), q.stride(0), rows.stride(0), plan.page_table.stride(0), scale_of(shape),
+        **constants, **options,
+    )  # fmt: skip
+    if tiles.max_splits > 1:
+        same = {name: constants[name] for name in ("BLOCK_M", "VALUE", "HEADS", "FIELDS")}
+        splits = power_of_two(tiles.most)  # not those of this bound: parts add up in one order
+        _merge_kernel[(tiles.max_items, tiles.rows // 8)](
+            out, plan.items, plan.counts, plan.partial, plan.stats,
+            **overlap(q, **same, SPLITS=splits, TOGETHER=min(splits, 8), num_warps=4),
+        )  # fmt: skip
+    return out
+
+
+def constants_of(
+    tiles: PagedTiles, shape: AttentionShape, page_size: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The compile-time constants of _latent_kernel, except PDL, and how it is compiled."""
+    constants = {
+        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "VALUE": shape.value_dim,
+        "ROPE": shape.head_dim - shape.value_dim, "PAGE": page_size, "HEADS": shape.num_heads,
+        "FIRST_KEY": shape.mask.first_key, "FIELDS": FIELDS, "MANY": tiles.max_tiles > 1,
+    }  # fmt: skip
+    return constants, {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+
+
+@lru_cache(4096)
+def choose(bounds: Bounds, num_heads: int, item_bytes: int, num_sms: int) -> PagedTiles:
+    """The tiles for a batch's bounds, by rule and without a search.
+
+    As paged_tiles.choose: lengths change no tile, and limit only how many splits there can be.
+    """
+    num_reqs, num_tokens, max_query_len, max_seq_len = bounds
+    rows = max_query_len * num_heads
+    block_m = min(max(16, power_of_two(rows)), 64 if item_bytes == 2 else 16)
+    max_tiles = -(-rows // block_m)
+    tiles = min(num_reqs * max_tiles, -(-num_tokens * num_heads // block_m) + num_reqs)
+    # A block of 64 rows in pages is 72 KB. Up to 16 rows of a tile an SM holds two programs with
+    # two blocks of 32; more rows fill its registers. On an H200 32 requests over 8192 keys take
+    # 90 us with 16 heads (64 keys at a time: 93), 118 with 20 (32: 124), 308 with 128 (32: 335).
+    slots = num_sms * (2 if block_m == 16 else 1)
+    most = _splits(tiles, slots)
+    shortest = 128 if 4 * tiles <= slots else 512
+    max_splits = max(1, min(most, -(-max_seq_len // shortest)))
+    return PagedTiles(
+        block_m=block_m,
+        block_n=16 if item_bytes > 2 else 32 if block_m == 16 else 64,
+        rows=block_m,
+        max_tiles=max_tiles,
+        max_splits=max_splits,
+        max_items=tiles * max_splits,
+        shortest=shortest,
+        most=most,
+        programs=tiles * max_splits,
+        num_warps=4 if block_m == 16 else 8,
+        num_stages=2 if block_m == 64 else 3,
+        longest_first=max_tiles == 1 and tiles > slots,  # which do not all run at once
+    )
+
+
+def _splits(tiles: int, slots: int) -> int:
+    """Most splits of a tile, so that the last programs of so many at once do not run alone.
+
+    A part costs as much as 3 % of a long row: its first blocks, and being written and added up.
+    """
+
+    def cost(splits: int) -> float:
+        turns = -(-tiles * splits // slots)
+        return turns * (1 / splits + 0.03)
+
+    return min(range(1, MAX_SPLITS + 1), key=cost)
+
+
+class LatentTriton(PoolAttention):
+    """Absorbed attention by these kernels, at any batch shape and true length up to the bounds.
+
+    A row's bits depend on its own tokens and on the batch's padded shape (num_reqs, num_tokens,
+    max_query_len) alone. `plan` allocates all scratch, in a capture from the graph's pool.
+    """
+
+    caps: ClassVar[AttentionCaps] = AttentionCaps(
+        devices=frozenset({"cuda", "cpu"} if INTERPRETED else {"cuda"}),
+        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        page_sizes=frozenset(1 << i for i in range(13)),
+        features=frozenset({"first_key"}),
+        parts=1,
+    )
+    static_plan: ClassVar[bool] = True
+
+    def __init__(self, pool: KVPool, shape: AttentionShape, sinks: Sequence[Tensor] = ()) -> None:
+        if not HAS_TRITON:
+            raise Unsupported("attention backend: triton is not installed")
+        super().__init__(pool, shape, sinks)
+        for dim in (shape.value_dim, shape.head_dim - shape.value_dim):
+            if dim < 16 or dim != power_of_two(dim):
+                raise Unsupported(f"attention backend: {dim} of a latent row is no power of two")
+        self._num_sms = num_sms(pool.device)
+
+    def plan(self, batch: Batch) -> PagedPlan | None:
+        """None where layers expand."""
+        if expands(batch):
+            return None
+        lengths = batch.query_start, batch.seq_lens, batch.page_table
+        return plan_items(*lengths, self._tiles(batch.bounds), self.shape, self.region.page_size)
+
+    def variant(self, bounds: Bounds) -> Hashable:
+        if not absorbs(bounds.max_query_len):
+            return None  # but for captures without breaks, which warm up by themselves
+        tiles = self._tiles(bounds)
+        constants, options = constants_of(tiles, self.shape, self.region.page_size)
+        merged = power_of_two(tiles.most) if tiles.max_splits > 1 else 0
+        return *constants.values(), *options.values(), merged
+
+    def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
+        plan, (rows,) = current().attn_plan, self._layers[layer_id]
+        assert isinstance(plan, PagedPlan), "the plan must be this backend's own"
+        if out is None:
+            out = q.new_empty(*q.shape[:2], self.shape.value_dim)
+        return latent_attention(q, rows, plan, out)
+
+    def _tiles(self, bounds: Bounds) -> PagedTiles:
+        return choose(bounds, self.shape.num_heads, self.dtype.itemsize, self._num_sms)
+
+
+@triton.jit
+def _turn(source, to, known, cos, sin, DTYPE: tl.constexpr):
+    """Rotate pairs of neighbours; source, to: where their first ones lie."""
+    first = tl.load(source, mask=known, other=0.0).to(tl.float32)
+    second = tl.load(source + 1, mask=known, other=0.0).to(tl.float32)
+    tl.store(to, (first * cos - second * sin).to(DTYPE), mask=known)
+    tl.store(to + 1, (second * cos + first * sin).to(DTYPE), mask=known)
+
+
+@triton.jit
+def _latent_rope_store_kernel(
+    q_rope, out, latents, positions, table, weight, rows, slot_mapping,
+    stride_q, stride_q_head, stride_out, stride_out_head, stride_latents, stride_page, eps,
+    VALUE: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, 1 + heads / BLOCK_H): a token's row, or BLOCK_H of its heads.
+
+    BLOCK, PAIRS: powers of two not below VALUE and ROPE / 2.
+    """
+    enter(PDL)
+    DTYPE: tl.constexpr = rows.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, PAIRS)
+    turned = (pair < ROPE // 2)[None, :]
+    angles = table + tl.load(positions + token) * ROPE + pair[None, :]
+    cos = tl.load(angles, mask=turned, other=1.0)
+    sin = tl.load(angles + ROPE // 2, mask=turned, other=0.0)
+    if tl.program_id(1) == 0:
+        slot = tl.load(slot_mapping + token)
+        latent = latents + token * stride_latents
+        row = rows + slot // PAGE * stride_page + slot % PAGE * (VALUE + ROPE)
+        at = tl.arange(0, BLOCK)
+        inside = at < VALUE
+        x = tl.load(latent + at, mask=inside, other=0.0).to(tl.float32)
+        x = x * tl.rsqrt(tl.sum(x * x, 0) / VALUE + eps)
+        by = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+        normed = x.to(weight.dtype.element_ty).to(tl.float32) * by
+        tl.store(row + at, normed.to(DTYPE), mask=inside)
+        of_pair = VALUE + 2 * pair[None, :]
+        _turn(latent + of_pair, row + of_pair, turned, cos, sin, DTYPE)
+    else:
+        head = ((tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+        source = q_rope + token * stride_q + head * stride_q_head + 2 * pair[None, :]
+        to = out + token * stride_out + head * stride_out_head + 2 * pair[None, :]
+        _turn(source, to, (head < HEADS) & turned, cos, sin, DTYPE)
+
+
+def latent_rope_store_triton(
+    q_rope: Tensor,
+    latents: Tensor,
+    rotation: Rotation,
+    norm: LatentNorm,
+    rows: Tensor,
+    slot_mapping: Tensor,
+    out: Tensor,
+) -> None:
+    """One launch."""
+    num_tokens, num_heads, rope = q_rope.shape
+    value = latents.shape[1] - rope
+    assert rows.shape[1:] == (1, rows.shape[2], value + rope)
+    assert rows.stride()[2:] == (value + rope, 1)
+    assert q_rope.stride(2) == out.stride(2) == latents.stride(1) == 1
+    assert q_rope.dtype == out.dtype == latents.dtype == rows.dtype
+    assert rotation.table.is_contiguous()
+    assert rotation.table.shape[1] == rope
+    _latent_rope_store_kernel[(num_tokens, 1 + -(-num_heads // STORED_HEADS))](
+        q_rope, out, latents, rotation.positions, rotation.table, norm.weight, rows, slot_mapping,
+        q_rope.stride(0), q_rope.stride(1), out.stride(0), out.stride(1), latents.stride(0),
+        rows.stride(0), norm.eps,
+        **overlap(
+            q_rope, VALUE=value, ROPE=rope, BLOCK=power_of_two(value), HEADS=num_heads,
+            PAIRS=power_of_two(rope // 2), BLOCK_H=STORED_HEADS, PAGE=rows.shape[2], num_warps=4,
+            enable_fp_fusion=False,  # rope rounds products, as torch does
+        ),
+    )  # fmt: skip
