@@ -90,11 +90,13 @@ class PrefixAware(Policy):
 
     def choose(self, prompt: Prompt, decode: Pool, prefill: Pool, salt: str = "") -> Route:
         blocks, prefixes = blocks_of(prompt, salt), self._prefixes
-        weight = 1 / max(LONG_TOKENS, len(prompt))
+        weight, had = 1 / max(LONG_TOKENS, len(prompt)), dict[PeerId, float]()
         hot = min(1.0, HOTTER + sum(known.load for known in decode) / len(decode))
 
         def held(known: Known) -> float:
-            return prefixes.held(blocks, known.peer, known.stats.snapshot_grid)
+            if (peer := known.peer) not in had:
+                had[peer] = prefixes.held(blocks, peer, known.stats.snapshot_grid)
+            return had[peer]
 
         def cost(known: Known) -> tuple[float, float]:
             load = known.load

@@ -3,9 +3,10 @@
 import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 NUM_THREADS, NAME = 4, "kvlane-pool"
@@ -51,25 +52,34 @@ class Pool:
     async def run(self, source: str, work: Callable[[], Result]) -> Result:
         """What `work` returns or raises."""
         loop = asyncio.get_running_loop()
-        turn = self._waiting.add(source)
-        self._start()
-        await turn
-        job = self._threads.submit(work)
+        if self._fits(source):  # then none of it waits
+            self._running[source] += 1
+        else:
+            await self._waiting.add(source)
+        job: asyncio.Future[Result] = loop.create_future()
 
-        def ended(_: "Future[Result]") -> None:  # also of one that nobody waits for any more
+        def run() -> None:
+            try:
+                ended = partial(job.set_result, work())
+            except Exception as error:
+                ended = partial(job.set_exception, error)
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._over, source)
+                loop.call_soon_threadsafe(self._over, source, job, ended)  # it is woken once
 
-        job.add_done_callback(ended)
-        return await asyncio.wrap_future(job)
+        self._threads.submit(run)
+        return await job
 
-    def _over(self, source: str) -> None:
-        self._running -= Counter([source])
+    def _over(self, source: str, job: "asyncio.Future[Any]", ended: Callable[[], None]) -> None:
+        self._running[source] -= 1
+        if not self._running[source]:
+            del self._running[source]
+        if not job.done():  # nobody waits for it any more
+            ended()
         self._start()
+
+    def _fits(self, source: str) -> bool:
+        return self._running.total() < NUM_THREADS and self._running[source] < MAX_OWN
 
     def _start(self) -> None:
-        while self._running.total() < NUM_THREADS:
-            source = self._waiting.next(lambda source: self._running[source] < MAX_OWN)
-            if source is None:
-                return
+        while self._waiting and (source := self._waiting.next(self._fits)) is not None:
             self._running[source] += 1

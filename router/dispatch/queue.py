@@ -215,7 +215,7 @@ class Queue:
             return
         self._goes_on, until = False, time.monotonic() + PLACE_S
         self._lacks_room = False
-        while len(self):
+        while self._begun or self._waiting:
             now = time.monotonic()
             if now > until:
                 self._goes_on = True
@@ -298,20 +298,21 @@ class Queue:
         One that has more to read than it has granted (`Wire`) gets the rest when it has.
         """
 
-        def at(req: Req) -> list[Known]:
-            found = [k for k in decode if self._wire.has_room(k.peer, req.num_bytes(k.said))]
+        found: list[Known] = []
+
+        def fits(req: Req) -> bool:
+            found[:] = (k for k in decode if self._wire.has_room(k.peer, req.num_bytes(k.said)))
             self._lacks_room |= len(found) < len(decode)
-            return found
+            return bool(found)
 
         for req in self._begun:
-            same = [known for known in at(req) if known.member.digest == req.digest]
-            if same:
+            if fits(req) and (same := [k for k in found if k.member.digest == req.digest]):
                 self._begun.remove(req)
                 return req, same
         if not decode or not self._waiting:
             return None, []
-        req = self._waiting.pop(self._members.num_rows, lambda req: bool(at(req)))
-        return req, [] if req is None else at(req)
+        req = self._waiting.pop(self._members.num_rows, fits)  # `found` is of the one that it took
+        return req, [] if req is None else found
 
     def _late(self, req: Req, since: float) -> None:
         if not req.outcome and req.route is None and req.waiting_since == since:

@@ -159,11 +159,14 @@ class Turns(Generic[W]):
         for known in self._clients.values():
             known.note(now)
         active = [known for known in self._clients.values() if known.num or known.most > 1 / math.e]
+        if len(active) == 1:  # who waits
+            yield active[0]
+            return
         few = KEPT * num_rows / len(active)
         free = num_rows - sum(known.running for known in active)
         away = [known for known in active if not known.num]
         kept = sum(max(0.0, known.most + 1 - known.running) for known in away)
-        is_open = len(active) == 1 or free > min(kept, KEPT * num_rows)
+        is_open = free > min(kept, KEPT * num_rows)
         for client in sorted(
             self._waiting.values(), key=lambda one: (one.running >= few, one.served)
         ):

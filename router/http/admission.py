@@ -133,8 +133,9 @@ class Admission:
         """Raise an ApiError, 429, if so many more choices would exceed `router.max_inflight`."""
         # No source gets all of it: the last eighth is for those that have less than a sixteenth.
         most, dispatcher, arrivals = self._max_choices, self._dispatcher, self._arrivals
+        num = dispatcher.num_choices + arrivals.num + num_choices
+        if num <= most - most // 8:
+            return
         own = dispatcher.num_of(source) + arrivals.num_of(source) + num_choices
-        if source and own > max(1, most // 16):
-            most -= most // 8
-        if dispatcher.num_choices + arrivals.num + num_choices > most:
+        if num > most or (source and own > max(1, most // 16)):
             raise ApiError("busy", "this router is at its limit of requests")

@@ -45,7 +45,7 @@ Prepare = Callable[[bytes, str], Prepared]  # from a body, and `Key.own_salt`
 
 def is_slow(raw: bytes) -> bool:
     """Whether preparing a body could hold the loop up for other requests."""
-    return len(raw) > THREAD_BODY_BYTES or any(word in raw for word in SLOW_WORDS)
+    return len(raw) > THREAD_BODY_BYTES or any(map(raw.__contains__, SLOW_WORDS))
 
 
 class Api:
@@ -118,13 +118,14 @@ class Api:
         """Begin what `prepare` makes of a body, which may take long, whatever that is; raises a
         KvlaneError if nothing has begun.
         """
-        exchange, given = Exchange.of(request.scope), request.headers.get("idempotency-key", "")
+        exchange, headers = Exchange.of(request.scope), request.scope["headers"]
+        given = dict[bytes, bytes](headers).get(b"idempotency-key", b"").decode("latin-1")
         if len(given) > MAX_KEY_CHARS:
             raise invalid(f"Idempotency-Key: at most {MAX_KEY_CHARS} characters")
 
         def work() -> Prepared:
             prepared = prepare(raw, exchange.own_salt)
-            identify(prepared, request.headers, exchange.client, exchange.unique_id)
+            identify(prepared, headers, exchange.client, exchange.unique_id)
             if given:
                 give_keys(prepared.reqs, exchange.client, given, raw, seeded=prepared.is_seeded)
             return prepared

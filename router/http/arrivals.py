@@ -2,7 +2,6 @@
 has, and how many bytes of bodies.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
 from router.config import RouterConfig
@@ -41,7 +40,7 @@ class Arrivals:
     def __init__(self, config: RouterConfig) -> None:
         self._max = max(config.max_bodies_mib << 20, config.max_body_bytes)
         self._own = max(self._max // 2, config.max_body_bytes)
-        self._nums, self._bytes = Counter[str](), Counter[str]()
+        self._nums, self._bytes = dict[str, int](), dict[str, int]()
         self.num = self.num_bytes = 0
 
     def begin(self, source: str) -> Arrival:
@@ -51,11 +50,11 @@ class Arrivals:
 
     def num_of(self, source: str) -> int:
         """Requests of a source."""
-        return self._nums[source]
+        return self._nums.get(source, 0)
 
     def check(self, source: str, num_bytes: int) -> None:
         """Raise an ApiError, 429, if so many more bytes of bodies are too many."""
-        own = self._bytes[source] + num_bytes > self._own
+        own = self._bytes.get(source, 0) + num_bytes > self._own
         if own or self.num_bytes + num_bytes > self._max:
             mib, whose = (self._own if own else self._max) >> 20, "one client's " if own else ""
             message = f"{whose}bodies on their way have {mib} MiB at most (router.max_bodies_mib)"
@@ -65,6 +64,7 @@ class Arrivals:
         """Count more, or less."""
         self.num, self.num_bytes = self.num + num, self.num_bytes + num_bytes
         for counts, more in ((self._nums, num), (self._bytes, num_bytes)):
-            counts[source] += more
-            if not counts[source]:
+            if now := counts.get(source, 0) + more:
+                counts[source] = now
+            elif more:
                 del counts[source]

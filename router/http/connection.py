@@ -186,7 +186,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # `_declined` sees to it
         version = self.parser.get_http_version()
-        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        num_hosts = [name for name, _ in self.headers].count(b"host")
         if version != "1.0" and (version != "1.1" or num_hosts != 1):
             raise ValueError("another version, or not one Host")  # the parser makes it a 400
         self._unset_keepalive_if_required()  # an answer may have ended while the head arrived

@@ -7,29 +7,33 @@ API key's alone. It steers where a turn goes and what is evicted last; what may 
 is for the salt alone to say.
 """
 
-from collections.abc import Mapping
 from hashlib import blake2b
 
+from router.http.source import Headers
 from router.openai.body import Prepared
 
-HEADERS = ("x-session-id", "x-dynamo-session-id", "x-session-affinity")
-CLAUDE, CLAUDE_AGENT, CODEX = "x-claude-code-session-id", "x-claude-code-agent-id", "session-id"
+HEADERS = (b"x-session-id", b"x-dynamo-session-id", b"x-session-affinity")
+CLAUDE, CLAUDE_AGENT, CODEX = b"x-claude-code-session-id", b"x-claude-code-agent-id", b"session-id"
+NAMES = frozenset({*HEADERS, CLAUDE, CLAUDE_AGENT, CODEX})
 
 
-def identify(prepared: Prepared, headers: Mapping[str, str], client: str, unique_id: str) -> None:
+def identify(prepared: Prepared, headers: Headers, client: str, unique_id: str) -> None:
     """Tell the choices of a request whose turn it is.
 
     client: the name of its API key. unique_id: of the request, names a session that begins with it.
     """
-    named, owner = prepared.named, _digest(client)
-    told = [named.session_id, *(headers.get(name, "") for name in HEADERS)]
-    if claude := headers.get(CLAUDE):
-        told.append(f"{claude}/{headers.get(CLAUDE_AGENT, '')}")
-    told += [headers.get(CODEX, ""), named.cache_key]
-    text = next(filter(None, told), "")
-    session = f"{owner}/{_digest(text)}" if text else named.previous
-    if not session and (named.begins or named.ttl_s is not None):
-        session = f"{owner}/{_digest(unique_id)}"
+    named, text = prepared.named, prepared.named.session_id
+    sent = {name: value.decode("latin-1") for name, value in headers if name in NAMES}
+    if sent and not text:
+        told = [sent.get(name, "") for name in HEADERS]
+        if claude := sent.get(CLAUDE):
+            told.append(f"{claude}/{sent.get(CLAUDE_AGENT, '')}")
+        text = next(filter(None, (*told, sent.get(CODEX))), "")
+    session, text = named.previous, text or named.cache_key
+    if not (text or session) and (named.begins or named.ttl_s is not None):
+        text = unique_id
+    if text:
+        session = f"{_digest(client)}/{_digest(text)}"
     for req in prepared.reqs:
         req.session, req.keep_s = session, named.ttl_s
 

@@ -16,15 +16,16 @@ async def read_body(
     request: Request, max_bytes: int, timeout_s: float, arrival: Arrival | None = None
 ) -> bytes:
     """Raises an ApiError where it is encoded, too large, too much beside others, or late."""
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.lower() != "identity":
-        message = f"Content-Encoding {encoding[:40]}: send the body as it is"
+    headers = dict[bytes, bytes](request.scope["headers"])
+    encoding = headers.get(b"content-encoding", b"identity")
+    if encoding.lower() != b"identity":
+        message = f"Content-Encoding {encoding[:40].decode('latin-1')}: send the body as it is"
         raise ApiError("unsupported", message).answered(415)
     error = ApiError("body_too_large", f"the body is larger than {max_bytes} bytes")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > max_bytes:
+    length = headers.get(b"content-length", b"")
+    if length.isdigit() and int(length) > max_bytes:
         raise error
-    if arrival is not None and length.isdecimal():
+    if arrival is not None and length.isdigit():
         arrival.expects(int(length))
     body = bytearray()
     try:
@@ -33,7 +34,7 @@ async def read_body(
                 body += part
                 if len(body) > max_bytes:
                     raise error
-                if arrival is not None:
+                if arrival is not None and part:
                     arrival.takes(len(part))
     except TimeoutError:
         message = f"the body did not arrive within {timeout_s:g} s"

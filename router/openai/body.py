@@ -251,9 +251,12 @@ def event_json(body: object) -> bytes:
 
 def num_scored(deltas: Sequence[Delta]) -> int:
     """Logprobs in `deltas`, alternatives among them, and steps of accept traces: 1 µs for one."""
-    scored = (part for delta in deltas for part in (delta.scored, delta.prompt) if part)
-    num = sum(len(part) * (1 + len(part[0][1].top)) for part in scored)
-    return num + sum(len(delta.windows or ()) for delta in deltas)
+    num = 0
+    for delta in deltas:  # most have none
+        for part in (delta.scored, delta.prompt):
+            num += len(part) * (1 + len(part[0][1].top)) if part else 0
+        num += len(delta.windows) if delta.windows else 0
+    return num
 
 
 def merged(deltas: Sequence[Delta]) -> list[Delta]:

@@ -70,6 +70,8 @@ class Preparer:
         self._validator = validator
         speech = served.speech
         self._form, self._marks = speech.form, speech.marks  # None: these are not told apart
+        source = served.text.template_source
+        self._may_reason = any(marks.opens in source for marks in THINKS.values())
         self._bounds = _bounds(served.config, served.model_max_len, validator)
         sought = [*(self._marks or ()), *(() if self._form is None else self._form.texts())]
         sought += harmony.MARKS if self._form is HARMONY else ()
@@ -91,8 +93,7 @@ class Preparer:
         self._served.check_model(body.model)
         ignored = self._unheeded(body)
         text, tools, salt = self._served.text, tools_of(body), body.salt(own_salt)
-        may_reason = any(marks.opens in text.template_source for marks in THINKS.values())
-        if not (body.include_reasoning or self._marks) and may_reason:
+        if not (body.include_reasoning or self._marks) and self._may_reason:
             message = "include_reasoning: it is not told apart here (router.reasoning_parser)"
             raise unsupported(message, "include_reasoning")
         prompt = chat.rendered(body.messages, body, tools.given, text)
@@ -102,7 +103,7 @@ class Preparer:
             think = "opened" if opened else "never"
         adds = bool(body.add_special_tokens)
         tokens = self._served.encode(prompt, "messages", adds=adds, salt=salt)
-        tokens = shortened(tokens, body, self._served.max_model_len)
+        tokens = shortened(tokens, body, self._served)
         has_marks = think != "never" or (self._marks is not None and self._marks.answer_opens)
         is_parsed = tools.functions or has_marks or self._form is HARMONY
         writer = chat.ChatWriter(
@@ -126,9 +127,8 @@ class Preparer:
         if len(body.prompt) * body.num_samples > limit:
             raise invalid(f"prompt: at most {limit} choices", "prompt")
         text, salt = self._served.text, body.salt(own_salt)
-        context = self._served.max_model_len
         whole = completions.prompts(body, self._served, salt)
-        prompts = [shortened(prompt, body, context) for prompt in whole]
+        prompts = [shortened(prompt, body, self._served) for prompt in whole]
         echoes = completions.echoes(body, prompts, text)
         scores = body.echo and body.logprobs is not None
         writer = completions.TextWriter(
@@ -303,7 +303,7 @@ class Preparer:
         )
 
 
-def shortened(prompt: tuple[int, ...], body: GenerationBody, max_model_len: int) -> tuple[int, ...]:
+def shortened(prompt: tuple[int, ...], body: GenerationBody, served: Served) -> tuple[int, ...]:
     """The last tokens of a prompt, as many as the body wants; -1: as leave room for the answer.
 
     Raises an ApiError, 400, if it wants more than there can be.
@@ -311,6 +311,7 @@ def shortened(prompt: tuple[int, ...], body: GenerationBody, max_model_len: int)
     asked, name = body.truncate_prompt_tokens, "truncate_prompt_tokens"
     if asked is None:
         return prompt
+    max_model_len = served.max_model_len
     if asked == 0 or asked > max_model_len:
         raise invalid(f"{name}: must be -1, or in [1, {max_model_len}]", name)
     fits = max(1, max_model_len - (body.asked_max_tokens[0] or 1))

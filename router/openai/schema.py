@@ -31,6 +31,7 @@ MAX_TOOLS = 512
 MIN_TEMPERATURE = 1e-4  # less is greedy: the reciprocal must fit a float32
 # Fields of a body that workers get as they are.
 AS_GIVEN = ("ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "return_trace")
+DRAWN = tuple(Defaults.model_fields)  # and of those that may be the model's
 
 
 def _listed(value: Any) -> Any:
@@ -148,9 +149,9 @@ class GenerationBody(Salted, Sessioned):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[
         Many[str], BeforeValidator(_listed), WithJsonSchema({"anyOf": [TEXT, _many(TEXT)]})
-    ] = Field([], max_length=MAX_STOP_STRINGS)
+    ] = Field(default_factory=list[str], max_length=MAX_STOP_STRINGS)
     priority: int = Field(0, ge=-(2**31), lt=2**31)  # vLLM's: the least is first
-    stop_token_ids: Many[int] = Field([], max_length=MAX_STOP_IDS)
+    stop_token_ids: Many[int] = Field(default_factory=list[int], max_length=MAX_STOP_IDS)
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
@@ -158,7 +159,7 @@ class GenerationBody(Salted, Sessioned):
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Annotated[
         dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)
-    ] = Field({})
+    ] = Field(default_factory=dict[int, float])
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     response_format: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -185,11 +186,14 @@ class GenerationBody(Salted, Sessioned):
     def unknown(self, template: str) -> Iterator[str]:
         """The paths of fields that have no effect here; `template`: source of the chat template."""
         yield from self.model_extra or {}
-        options, form = self.stream_options, self.response_format or {}
-        yield from foreign("stream_options", options and options.model_extra)
-        yield from foreign("structured_outputs", self.structured_outputs)
-        yield from foreign("response_format", form)
-        yield from foreign("response_format.json_schema", form.get("json_schema"))
+        options = self.stream_options
+        if options is not None:
+            yield from foreign("stream_options", options.model_extra)
+        if self.structured_outputs:
+            yield from foreign("structured_outputs", self.structured_outputs)
+        if form := self.response_format:
+            yield from foreign("response_format", form)
+            yield from foreign("response_format.json_schema", form.get("json_schema"))
 
     @property
     def asked_max_tokens(self) -> tuple[int | None, str]:
@@ -232,13 +236,13 @@ class GenerationBody(Salted, Sessioned):
         for name, asked in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
             if grammar and asked:
                 raise invalid(f"{name} contradicts structured output, which has its own end", name)
-        given = {name: getattr(self, name) for name in Defaults.model_fields}
-        drawn = defaults.model_copy(update={k: v for k, v in given.items() if v is not None})
+        fields = self.__dict__
+        named = {name: fields[name] for name in DRAWN if fields[name] is not None}
+        drawn = defaults.model_copy(update=named) if named else defaults
         # Nothing but the likeliest token is left by these.
         greedy = drawn.temperature < MIN_TEMPERATURE or drawn.top_p == 0 or drawn.min_p == 1
-        taken = {name: getattr(self, name) for name in AS_GIVEN}
         return Sampling(
-            **taken,
+            **{name: fields[name] for name in AS_GIVEN},
             max_tokens=max_tokens,
             temperature=0.0 if greedy else drawn.temperature,
             top_p=drawn.top_p or 1.0,
@@ -267,7 +271,7 @@ class Message(RequestModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Many[dict[str, Any]] = ""
-    tool_calls: Many[dict[str, Any]] = Field([])
+    tool_calls: Many[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
 
 
 class OfTemplate(RequestModel):
@@ -275,7 +279,7 @@ class OfTemplate(RequestModel):
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # the answer goes on with the last message
-    chat_template_kwargs: dict[str, Any] = Field({})
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     documents: Many[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
 
@@ -305,15 +309,16 @@ class ChatBody(OfTemplate, GenerationBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
-    tools: Many[dict[str, Any]] = Field([], max_length=MAX_TOOLS)
+    tools: Many[dict[str, Any]] = Field(default_factory=list[dict[str, Any]], max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
 
     def unknown(self, template: str) -> Iterator[str]:
         yield from super().unknown(template)
-        yield from dict.fromkeys(foreign("tools", [t for t in self.tools if not is_hosted(t)]))
-        yield from dict.fromkeys(f"tools.{t['type']}" for t in self.tools if is_hosted(t))
+        if self.tools:
+            yield from dict.fromkeys(foreign("tools", [t for t in self.tools if not is_hosted(t)]))
+            yield from dict.fromkeys(f"tools.{t['type']}" for t in self.tools if is_hosted(t))
         named = self.of_template
         for name in named:
             from_kwargs = name in self.chat_template_kwargs

@@ -31,8 +31,8 @@ class Served:
     @property
     def max_model_len(self) -> int:
         """Prompt + output tokens that every listed decode worker can serve."""
-        decodes = [k.member for k in self.members.all() if k.member.role == "decode"]
-        return min([self.model_max_len, *(d.max_model_len for d in decodes if d.max_model_len)])
+        lens = [k.member.max_model_len for k in self.members.all() if k.member.role == "decode"]
+        return min([self.model_max_len, *filter(None, lens)])
 
     @property
     def simulated_accept_len(self) -> float:

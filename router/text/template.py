@@ -13,7 +13,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from router.text.probe import Probe, probed
-from router.text.writing import COUNTED, SIZED, CountingEnvironment, to_json, within
+from router.text.writing import CountingEnvironment, to_json, within
 from worker.config.checkpoint.fields import Fields, is_list, read_fields
 from worker.errors import KvlaneError, UserError
 
@@ -117,12 +117,7 @@ class ChatTemplate:
             raise UserError(f"the chat template refused: {error}", "messages") from error
 
     def _rendered(self, names: Mapping[str, Any]) -> str:
-        return within(
-            self._max_chars,
-            lambda writing: self._template.render(
-                {**names, COUNTED: writing.counted, SIZED: writing.sized}
-            ),
-        )
+        return within(self._max_chars, lambda: self._template.render(names))
 
 
 def _filled(tool: Mapping[str, Any]) -> dict[str, Any]:

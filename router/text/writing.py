@@ -11,7 +11,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import nodes, pass_context
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from worker.errors import KvlaneError, UserError
@@ -22,8 +23,7 @@ PIECES = 16  # times the text, of all parts that are put together on the way to 
 # What may be rendered where others wait for it.
 QUICK_CHARS, QUICK_TURNS, QUICK_CPU_S = 1 << 16, 4096, 0.005
 LOOK_TURNS = 16  # between two looks at the clock
-COUNTED, SIZED = "_counted", "_sized"  # names of templates
-_thread = threading.local()  # `writing`: the rendering that runs; `is_quick`
+COUNTED, SIZED = "_counted", "_sized"  # filters: jinja2 calls these for a tenth of a name's cost
 
 
 class TooMuch(UserError):
@@ -58,7 +58,9 @@ class Writing:
     def sized(self, value: Any) -> Any:
         """Passes on a part of a text."""
         if isinstance(value, str):
-            self.put(len(value))
+            self._left -= len(value)
+            if self._left < 0:
+                self._refuse()
         return value
 
     def joined(self, parts: Iterable[str]) -> str:
@@ -71,18 +73,20 @@ class Writing:
             self._refuse()
         return text
 
-    def put(self, num_chars: int) -> None:
-        """So many more were put together."""
-        self._left -= num_chars
-        if self._left < 0:
-            self._refuse()
-
     def _refuse(self) -> None:
         raise self._kind(f"writes more than {self._max_chars} characters of them")
 
     def _look(self) -> None:
         if time.thread_time() > self._until:
             raise self._kind(f"takes more than {self._max_cpu_s:g} s of CPU time for them")
+
+
+class _Thread(threading.local):
+    writing: Writing | None = None  # the rendering that runs
+    is_quick = False
+
+
+_thread = _Thread()
 
 
 @contextmanager
@@ -95,25 +99,37 @@ def quickly() -> Generator[None]:
         _thread.is_quick = False
 
 
-def within(max_chars: int, render: Callable[[Writing], str]) -> str:
+def within(max_chars: int, render: Callable[[], str]) -> str:
     """What `render` writes, of so many characters at most; raises TooMuch or Slow."""
-    writing = Writing(max_chars, is_quick=getattr(_thread, "is_quick", False))
-    _thread.writing = writing
+    writing = _thread.writing = Writing(max_chars, is_quick=_thread.is_quick)
     try:
-        return writing.whole(render(writing))
+        return writing.whole(render())
     finally:
         _thread.writing = None
 
 
 def _joined(parts: Iterable[str]) -> str:
-    writing: Writing | None = getattr(_thread, "writing", None)
-    return "".join(parts) if writing is None else writing.joined(parts)
+    return "".join(parts) if _thread.writing is None else _thread.writing.joined(parts)
+
+
+@pass_context  # so that nothing is called while a template is compiled
+def _counted(_: Context, values: Iterable[Any]) -> Iterable[Any]:
+    return values if _thread.writing is None else _thread.writing.counted(values)
+
+
+@pass_context
+def _sized(_: Context, value: Any) -> Any:
+    return value if _thread.writing is None else _thread.writing.sized(value)
 
 
 class CountingEnvironment(ImmutableSandboxedEnvironment):
     """Counts turns of `for` loops, and the parts of every text that a template puts together."""
 
     concat = staticmethod(_joined)
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.filters |= {COUNTED: _counted, SIZED: _sized}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
@@ -125,15 +141,15 @@ class CountingEnvironment(ImmutableSandboxedEnvironment):
             text.nodes = [self._through(SIZED, x) for x in text.nodes]
         return template
 
-    def _through(self, name: str, value: nodes.Node) -> nodes.Call:
-        call = nodes.Call(nodes.Name(name, "load"), [value], [], None, None)  # type: ignore[list-item]
-        call.set_lineno(value.lineno).set_environment(self)
-        return call
+    def _through(self, name: str, value: nodes.Expr) -> nodes.Filter:
+        filtered = nodes.Filter(value, name, [], [], None, None)
+        filtered.set_lineno(value.lineno).set_environment(self)
+        return filtered
 
 
 def to_json(value: Any, indent: int | str | None, **how: Any) -> str:
     """JSON, counted; how: as `json.dumps` has it."""
-    writing: Writing | None = getattr(_thread, "writing", None)
+    writing = _thread.writing
     if writing is None or indent is None:
         text = json.dumps(value, indent=indent, **how)
         return text if writing is None else writing.sized(text)
