@@ -60,12 +60,12 @@ ROOT_FILES = 13  # of worker, __init__ among them
 
 # What grows unseen if nothing caps it; `tests.support.structure` prints the figures.
 MAX = {
-    "worker": 36_200,
-    "router": 16_500,
+    "worker": 37_420,
+    "router": 16_575,
     "cluster": 7_650,
-    "product": 60_350,
-    "tests": 66_500,
-    "benchmarks": 9_400,
+    "product": 61_650,
+    "tests": 68_080,
+    "benchmarks": 9_625,
     "tests / product": 1.11,
     "wide functions": 12,
     "each": 226,
