@@ -126,7 +126,7 @@ class Clusters:
         if self._serve is not None and self._arguments == arguments and self._is_undisturbed():
             return self._serve
         serve = self.fresh(*arguments)
-        self._arguments, self._identity = arguments, identity(serve.wait_idle())
+        self._arguments, self._identity = arguments, identity(serve.status())
         return serve
 
     def take(self, *arguments: str) -> Serve:
