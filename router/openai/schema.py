@@ -186,14 +186,11 @@ class GenerationBody(Salted, Sessioned):
     def unknown(self, template: str) -> Iterator[str]:
         """The paths of fields that have no effect here; `template`: source of the chat template."""
         yield from self.model_extra or {}
-        options = self.stream_options
-        if options is not None:
-            yield from foreign("stream_options", options.model_extra)
-        if self.structured_outputs:
-            yield from foreign("structured_outputs", self.structured_outputs)
-        if form := self.response_format:
-            yield from foreign("response_format", form)
-            yield from foreign("response_format.json_schema", form.get("json_schema"))
+        options, form = self.stream_options, self.response_format or {}
+        yield from foreign("stream_options", options and options.model_extra)
+        yield from foreign("structured_outputs", self.structured_outputs)
+        yield from foreign("response_format", form)
+        yield from foreign("response_format.json_schema", form.get("json_schema"))
 
     @property
     def asked_max_tokens(self) -> tuple[int | None, str]:
@@ -316,9 +313,8 @@ class ChatBody(OfTemplate, GenerationBody):
 
     def unknown(self, template: str) -> Iterator[str]:
         yield from super().unknown(template)
-        if self.tools:
-            yield from dict.fromkeys(foreign("tools", [t for t in self.tools if not is_hosted(t)]))
-            yield from dict.fromkeys(f"tools.{t['type']}" for t in self.tools if is_hosted(t))
+        yield from dict.fromkeys(foreign("tools", [t for t in self.tools if not is_hosted(t)]))
+        yield from dict.fromkeys(f"tools.{t['type']}" for t in self.tools if is_hosted(t))
         named = self.of_template
         for name in named:
             from_kwargs = name in self.chat_template_kwargs

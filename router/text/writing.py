@@ -129,7 +129,8 @@ class CountingEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.filters |= {COUNTED: _counted, SIZED: _sized}
+        filters: dict[str, Any] = self.filters  # pyright: ignore[reportUnknownMemberType]
+        filters |= {COUNTED: _counted, SIZED: _sized}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
@@ -141,7 +142,7 @@ class CountingEnvironment(ImmutableSandboxedEnvironment):
             text.nodes = [self._through(SIZED, x) for x in text.nodes]
         return template
 
-    def _through(self, name: str, value: nodes.Expr) -> nodes.Filter:
+    def _through(self, name: str, value: Any) -> nodes.Filter:
         filtered = nodes.Filter(value, name, [], [], None, None)
         filtered.set_lineno(value.lineno).set_environment(self)
         return filtered

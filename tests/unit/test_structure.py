@@ -61,7 +61,7 @@ ROOT_FILES = 13  # of worker, __init__ among them
 # What grows unseen if nothing caps it; `tests.support.structure` prints the figures.
 MAX = {
     "worker": 37_420,
-    "router": 16_575,
+    "router": 16_625,
     "cluster": 7_650,
     "product": 61_650,
     "tests": 68_080,
