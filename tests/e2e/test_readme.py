@@ -47,6 +47,7 @@ SAYS = {
     "drain": "",
     "doctor --ports": "mooncake",
     "chat": "Hello",
+    "cache": "decode-0",
     "bench": "requests    64 of 64 served",
     "config": "page_size",
 }
