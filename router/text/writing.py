@@ -129,8 +129,8 @@ class CountingEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        filters: dict[str, Any] = self.filters  # pyright: ignore[reportUnknownMemberType]
-        filters |= {COUNTED: _counted, SIZED: _sized}
+        made = {COUNTED: _counted, SIZED: _sized}
+        self.filters |= made  # pyright: ignore[reportUnknownMemberType]
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
