@@ -1,5 +1,6 @@
 """What `serve` shows of its progress."""
 
+import errno
 import time
 from collections.abc import Mapping
 from typing import TextIO
@@ -33,12 +34,14 @@ class Screen:
 
     def hint(self, text: str) -> None:
         """A line for people only."""
-        if self._live:
-            self._out.write("\r\x1b[K")
-            self._live = ""
-        self._out.write(text + "\n")
-        self._out.flush()
+        cleared, self._live = "\r\x1b[K" if self._live else "", ""
         self._said_at = time.monotonic()
+        try:
+            self._out.write(f"{cleared}{text}\n")
+            self._out.flush()
+        except OSError as error:  # the disk is full: what serves goes on, lines come later
+            if error.errno != errno.ENOSPC:
+                raise
 
     def live(self, text: str) -> None:
         """Show what is going on at present."""

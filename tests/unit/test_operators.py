@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from cluster.control.commands import Scaled
 from cluster.control.replicas import Event, ReplicaStatus, State
 from cluster.diagnose.facts import build
 from cluster.diagnose.running import ClusterExamination, of_command
-from cluster.serve.progress import JsonScreen
+from cluster.serve.progress import JsonScreen, Screen
 from cluster.sites.ray_private import OomKills, reason_of
 from tests.support.asynchronous import asynchronous
 from tests.support.monitored import Monitored
@@ -210,3 +211,11 @@ def test_no_flag_is_shortened(words: list[str], capsys: pytest.CaptureFixture[st
         raise SystemExit(cli.main(words))
     assert raised.value.code == 2
     assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_no_serve_whose_lines_go_there():
+    with open("/dev/full", "w") as out, open(os.devnull, "w") as other:
+        for screen in (Screen(out), JsonScreen(out)):
+            for line in range(2):
+                screen.line(f"line {line}")
+        os.dup2(other.fileno(), out.fileno())  # closing it writes again
