@@ -3,9 +3,6 @@
 As tests/contract/test_attention.py. On a GPU: tests/gpu/test_latent_on_cuda.py.
 """
 
-import importlib.util
-import inspect
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ from torch import Tensor
 
 from tests.contract.test_attention import BOUNDS, CPU, MIXED, Row, dense_oracle, make_batch
 from tests.contract.test_attention import make_rows as rows_of
-from tests.support.interpreted import INTERPRETED, WHY, asm_of, compiling
+from tests.support.interpreted import INTERPRETED, WHY, asm_of, compiling, otherwise
 from tests.support.pairwise import every, in_whole, one_in, pairwise, whole
 from worker.attention.base import AttentionShape
 from worker.attention.build import build_attentions
@@ -326,16 +323,8 @@ if INTERPRETED:
     @pytest.mark.parametrize("mutant", one_in(5, MUTANTS))
     def test_a_kernel_that_computes_otherwise_is_seen(mutant: str, tmp_path: Path) -> None:
         right, wrong = MUTANTS[mutant]
-        source = inspect.getsource(latent_triton)
-        assert right in source
         file = tmp_path / f"latent_mutant_{sorted(MUTANTS).index(mutant)}.py"
-        file.write_text(source.replace(right, wrong))
-        spec = importlib.util.spec_from_file_location(file.stem, file)
-        assert spec is not None
-        assert spec.loader is not None
-        made = importlib.util.module_from_spec(spec)
-        sys.modules[file.stem] = made
-        spec.loader.exec_module(made)
+        made = otherwise(latent_triton, right, wrong, file)
 
         def check_all() -> None:
             scene = make([(290, 1), (5, 7), (37, 1)])

@@ -9,6 +9,7 @@ tests/unit/test_interpreted.py runs all these files once more in one process tha
 TRITON_INTERPRET=1 pytest FILE runs one of them so.
 """
 
+import importlib.util
 import inspect
 import math
 import os
@@ -224,3 +225,20 @@ def quicken() -> None:
 
 if INTERPRETED:
     quicken()
+
+
+def otherwise(module: Any, right: str, wrong: str, file: Path) -> Any:
+    """The module of kernels with `wrong` in the place of `right`, written to `file` and imported.
+
+    A file, as Triton reads the sources of its functions.
+    """
+    source = inspect.getsource(module)
+    assert right in source
+    file.write_text(source.replace(right, wrong))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = made
+    spec.loader.exec_module(made)
+    return made

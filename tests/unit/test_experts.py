@@ -1,9 +1,6 @@
 """Kernels of experts against their definitions, under Triton's interpreter; compiled for sm_90."""
 
-import importlib.util
-import inspect
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support import pairwise
-from tests.support.interpreted import INTERPRETED, WHY, compiling
+from tests.support.interpreted import INTERPRETED, WHY, compiling, otherwise
 from tests.support.pairwise import in_whole
 from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.config.checkpoint.quantization import SCALE_BLOCK
@@ -311,16 +308,8 @@ else:
     )
     def test_a_kernel_that_reads_otherwise_is_seen(mutant: str, tmp_path: Path) -> None:
         module, right, wrong = MUTANTS[mutant]
-        source = inspect.getsource(module)
-        assert right in source
         file = tmp_path / f"mutant_{sorted(MUTANTS).index(mutant)}.py"
-        file.write_text(source.replace(right, wrong))
-        spec = importlib.util.spec_from_file_location(file.stem, file)
-        assert spec is not None
-        assert spec.loader is not None
-        made = importlib.util.module_from_spec(spec)
-        sys.modules[file.stem] = made
-        spec.loader.exec_module(made)
+        made = otherwise(module, right, wrong, file)
         changed: dict[str, Any] = {"routes" if module is route_triton else "products": made}
         case = 40, (6, 3, (2, 3)), (300, 32), torch.float32, True  # of a part of K, too
 

@@ -13,7 +13,7 @@ from worker.cache.layout import KVRegion, StateRegion
 from worker.config.checkpoint.delta_shape import DELTA_BLOCK, DeltaShape
 from worker.config.checkpoint.shape import LayerShape, ModelShape
 from worker.registry import imported
-from worker.weights.shard import split_even, split_heads
+from worker.weights.shard import HeadSplit, split_even, split_heads
 
 
 class Cut(NamedTuple):
@@ -69,6 +69,11 @@ def delta_share(shape: ModelShape, rank: int, size: int) -> DeltaShape:
     return shape.delta._replace(key_heads=held.stop - held.start)
 
 
+def heads_share(shape: ModelShape, rank: int, size: int) -> HeadSplit:
+    """The heads of one rank; raises as `split_heads`."""
+    return split_heads(shape.num_heads, shape.num_kv_heads, rank, size)
+
+
 # By Layer.kind.
 KINDS: Mapping[str, LayerKind] = {
     "heads": LayerKind(
@@ -76,7 +81,7 @@ KINDS: Mapping[str, LayerKind] = {
         people="attention",
         module="worker.model.attention:SelfAttention",
         region=_heads_region,
-        share=lambda shape, *ranks: split_heads(shape.num_heads, shape.num_kv_heads, *ranks),
+        share=heads_share,
         width=lambda shape: shape.num_heads * shape.head_dim,
     ),
     "latent": LayerKind(
@@ -84,7 +89,7 @@ KINDS: Mapping[str, LayerKind] = {
         people="latent attention",
         module="worker.model.latent:LatentAttention",
         region=_latent_region,
-        share=lambda shape, *ranks: split_heads(shape.num_heads, shape.num_kv_heads, *ranks),
+        share=heads_share,
         width=lambda shape: shape.num_heads * shape.latent.value_dim,
         is_traced=False,
     ),

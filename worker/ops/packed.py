@@ -22,7 +22,7 @@ from worker.ops.op import op
 from worker.ops.scaled import E4M3, multiplies_eight_bits
 
 E8M0_BIAS, ZERO = 127, 8
-LINE = 32  # columns; kernels multiply its quarters apart, so they read x as it lies
+LINE = 32  # columns, whose numbers a thread of the kernels unpacks and joins in its registers
 POSITIVE = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
 CODES = torch.tensor([*POSITIVE, *(-code for code in POSITIVE)])
 
