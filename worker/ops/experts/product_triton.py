@@ -33,6 +33,7 @@ class Tile:
     block_k: int
     num_warps: int
     num_stages: int
+    tail: int = 0  # rows of tokens of an expert's last tile, if so many are enough; 0: as `tokens`
 
 
 # Most tokens of a tile -> (rows, block_k, num_warps, num_stages), gated and not: on an H100.
@@ -87,31 +88,16 @@ def _gated(gate, up, dtype, GAIN: tl.constexpr, PLUS: tl.constexpr, LIMIT: tl.co
 
 
 @triton.jit
-def _grouped_kernel(
-    x, of_rows, w, scales, zeros, factors, bias, weights, starts, order, out, N, K, stride_x,
-    num_tiles, stride_column, stride_expert, stride_rows, stride_blocks,
-    COUNT: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GATED: tl.constexpr, GRAIN: tl.constexpr, STAGES: tl.constexpr,
-    EVEN_K: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+def _rows_of_item(
+    x, of_rows, w, scales, zeros, factors, bias, weights, order, out, N, K, stride_x,
+    stride_column, stride_expert, stride_rows, stride_blocks, expert, first, end, tile,
+    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr, GRAIN: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr,
+    PDL: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
     GAIN: tl.constexpr, PLUS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (items · tiles of weights).
-
-    GATED: x: [n, K] by token; w: [COUNT, 2 · N, K], gates before ups; out: [rows, N].
-    Else x: [rows, K]; w: [COUNT, N, K]; out: [n · TOP_K, N] by assignment, times its weight.
-    GRAIN, STAGES, of_rows: see _skinny_gemm_kernel; KIND, GROUP, zeros, factors: of weights in four
-    bits, see multiply_packed; KIND below 0: in more. bias: [COUNT, rows of w], or None; GAIN, PLUS,
-    LIMIT: see Finish.
-    """
+    """What a program of _grouped_kernel computes: up to BLOCK_T rows of tokens from `first` on."""
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the output
-    item, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
-    if GATED:
-        enter(PDL)  # else the kernel before is the gated one: its programs have waited for `starts`
-    expert, first, end = _item(starts, item, COUNT, BLOCK_T)  # pyright: ignore
-    if expert < 0:
-        if not GATED:
-            enter(PDL)
-        return
     rows = first + tl.arange(0, BLOCK_T)
     here = rows < end
     at = tl.load(order + rows, mask=here, other=0, cache_modifier=".cg")
@@ -184,6 +170,48 @@ def _grouped_kernel(
 
 
 @triton.jit
+def _grouped_kernel(
+    x, of_rows, w, scales, zeros, factors, bias, weights, starts, order, out, N, K, stride_x,
+    num_tiles, stride_column, stride_expert, stride_rows, stride_blocks,
+    COUNT: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr, GRAIN: tl.constexpr,
+    STAGES: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr,
+    GROUP: tl.constexpr, GAIN: tl.constexpr, PLUS: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Grid (items · tiles of weights).
+
+    GATED: x: [n, K] by token; w: [COUNT, 2 · N, K], gates before ups; out: [rows, N].
+    Else x: [rows, K]; w: [COUNT, N, K]; out: [n · TOP_K, N] by assignment, times its weight.
+    TAIL: rows of tokens of an expert's last item, if it has no more.
+    GRAIN, STAGES, of_rows: see _skinny_gemm_kernel; KIND, GROUP, zeros, factors: of weights in four
+    bits, see multiply_packed; KIND below 0: in more. bias: [COUNT, rows of w], or None; GAIN, PLUS,
+    LIMIT: see Finish.
+    """
+    item, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
+    if GATED:
+        enter(PDL)  # else the kernel before is the gated one: its programs have waited for `starts`
+    expert, first, end = _item(starts, item, COUNT, BLOCK_T)  # pyright: ignore
+    if expert < 0:
+        if not GATED:
+            enter(PDL)
+        return
+    if TAIL < BLOCK_T and end - first <= TAIL:
+        _rows_of_item(  # pyright: ignore
+            x, of_rows, w, scales, zeros, factors, bias, weights, order, out, N, K, stride_x,
+            stride_column, stride_expert, stride_rows, stride_blocks, expert, first, end, tile,
+            TOP_K, TAIL, BLOCK_N, BLOCK_K, GATED, GRAIN, STAGES, EVEN_K, PDL, KIND, GROUP,
+            GAIN, PLUS, LIMIT,
+        )  # fmt: skip
+    else:
+        _rows_of_item(  # pyright: ignore
+            x, of_rows, w, scales, zeros, factors, bias, weights, order, out, N, K, stride_x,
+            stride_column, stride_expert, stride_rows, stride_blocks, expert, first, end, tile,
+            TOP_K, BLOCK_T, BLOCK_N, BLOCK_K, GATED, GRAIN, STAGES, EVEN_K, PDL, KIND, GROUP,
+            GAIN, PLUS, LIMIT,
+        )  # fmt: skip
+
+
+@triton.jit
 def _combine_kernel(
     parts, ids, out, size, stride_out, first, count,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -232,7 +260,8 @@ class _Stack(NamedTuple):
             of_columns, *strides,
             **overlap(
                 x, COUNT=count, TOP_K=top_k, BLOCK_T=tile.tokens, BLOCK_N=tile.rows,
-                BLOCK_K=tile.block_k, GATED=gated, EVEN_K=k % tile.block_k == 0,
+                TAIL=tile.tail or tile.tokens, BLOCK_K=tile.block_k, GATED=gated,
+                EVEN_K=k % tile.block_k == 0,
                 GRAIN=0 if scales is None else rows // scales.shape[1],
                 STAGES=None if held is None else tile.num_stages,
                 num_warps=tile.num_warps, num_stages=tile.num_stages, KIND=kind, GROUP=group,
