@@ -91,6 +91,9 @@ class Matrix(nn.Module):
 
     values: nn.Parameter
     finish: Finish = PLAIN_FINISH  # of a stack of gates and ups: what `experts` makes of products
+    # Of such a stack, gates and ups, and downs, of shared experts: `experts` adds what they make of
+    # up to MAX_BESIDE tokens.
+    shared: "tuple[Matrix, Matrix] | None" = None
     add_norm: AddNorm | None = None  # whose rows its products take; None: they take tensors alone
 
     def __init__(self, kept: "Format", parts: Parts, empty: Empty) -> None:
@@ -118,6 +121,10 @@ class Matrix(nn.Module):
     def gates_for(self, other: "Matrix") -> bool:
         """Whether the other can be multiplied by what `gated` leaves."""
         return True
+
+    def carries(self, shared: "tuple[Matrix, Matrix]") -> bool:
+        """Whether `experts` can compute these shared experts, too."""
+        return False
 
     def experts(
         self, down: "Matrix", x: Tensor, routes: Routes, out: Tensor | None = None
