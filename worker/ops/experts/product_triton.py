@@ -58,7 +58,7 @@ _TABLE: dict[int, tuple[tuple[int, int, int, int], tuple[int, int, int, int]]] =
     64: ((64, 128, 4, 3), (128, 64, 4, 4)),
     128: ((128, 64, 8, 3), (128, 64, 4, 3)),
 }
-# Where an expert has many tokens, of wide tiles, not gated: on an H200. Its last tile may be a TAIL.
+# Tiles, not gated, where an expert has many tokens: on an H200. Its last one may be a TAIL.
 _WIDE, TAIL = Tile(256, 128, 64, 8, 4, 64), 64
 # In eight bits, on an H200: most tokens -> (rows, num_warps, num_stages).
 _EIGHT: dict[int, tuple[int, int, int]] = {16: (128, 8, 4), 32: (64, 4, 6), 64: (128, 4, 4)}
