@@ -362,7 +362,6 @@ if INTERPRETED:
         "all heads have the first one's keys": ("(head * NOPE + at)", "at"),
         "queries are another head's": ("head * stride_q_head - NOPE", "-NOPE"),
         "all columns are the first": ("product % BLOCKS * COLUMNS", "0"),
-        "later tokens are the first": ("(BLOCKS * HEADS) * BLOCK_T +", "(BLOCKS * HEADS) * 0 +"),
         "values are of the first latents": ("w_at + (begin + BLOCK_K)", "w_at"),
         "values are the first head's": ("line = head * SIZE +", "line ="),
         "merged columns are the first": ("of_value = tl.program_id(2) * COLUMNS +", "of_value ="),
@@ -377,8 +376,11 @@ if INTERPRETED:
         def check_all() -> None:
             scene = make([(290, 1), (5, 7), (37, 1)])
             check(scene, made.LatentTriton(scene.pool, scene.shape))
+            scene = make([(290, 1)], 4, (128, 16))
+            check(scene, made.LatentTriton(scene.pool, scene.shape))
             check_store(Store(*STORES[0]), made)
-            check_absorbed(Store(*STORES[0]), made)
+            for each in STORES:
+                check_absorbed(Store(*each), made)
             check_values(made, 17, 3, (40, 512), torch.float32)
 
         with pytest.raises((AssertionError, IndexError)):

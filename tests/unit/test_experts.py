@@ -306,6 +306,7 @@ else:
         "a bias is another expert's": (
             product_triton, "tl.load(bias + numbers)", "tl.load(bias + lines)",
         ),
+        "all tiles are a tail": (product_triton, "end - first <= TAIL", "end > 0"),
         "shared experts are the first one": (product_triton, "number * N if GATED", "0 if GATED"),
         "shared experts have the first one's columns": (
             product_triton, "N if GATED else number", "N if GATED else 0",
@@ -321,6 +322,7 @@ else:
     }  # fmt: skip
 
     ONE_HAS_ALL: Case = (40, (16, 1, (0, 16)), (64, 32), torch.float32, False, "plain")
+    MORE_THAN_A_TAIL: Case = (100, (6, 3, (0, 6)), (64, 32), torch.float32, False, "plain")
     FEW = (
         "padding is counted",
         "gate and up are exchanged",
@@ -343,9 +345,11 @@ else:
                 check((*case, choice), **changed)
             check(ONE_HAS_ALL, **changed, alike=0.01)
             check((5, *case[1:], "plain"), **changed)
+            check(MORE_THAN_A_TAIL, **changed, alike=0.01)
 
         with pytest.raises((AssertionError, IndexError, ValueError)):
             check_all()
 
     def test_an_expert_may_have_all_tokens() -> None:
         check(ONE_HAS_ALL, alike=0.01)
+        check(MORE_THAN_A_TAIL, alike=0.01)
