@@ -24,12 +24,12 @@ from worker.ops.experts.product import (
 )
 from worker.ops.experts.route import Routes
 from worker.ops.jit import (
+    FEW,
     INTERPRETED,
     enter,
-    gdc_launch_dependents,
-    gdc_wait,
     overlap,
     power_of_two,
+    prefetch,
     tl,
     triton,
 )
@@ -121,6 +121,7 @@ def _rows_of_item(
     BLOCK_K: tl.constexpr, GATED: tl.constexpr, GRAIN: tl.constexpr, STAGES: tl.constexpr,
     EVEN_K: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
     GAIN: tl.constexpr, PLUS: tl.constexpr, LIMIT: tl.constexpr, SHARED: tl.constexpr,
+    PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     """What a program of _grouped_kernel computes: up to BLOCK_T rows of tokens from `first` on.
 
@@ -151,7 +152,9 @@ def _rows_of_item(
         w_rows = tl.where(number < SHARED, shared + far * K, w_rows)
         at = tl.where(number < SHARED, rows, at)
         source = tl.where(number < SHARED, rows - first, source) if GATED else rows
-    if not GATED:
+    if not GATED or (SHARED and number < SHARED):
+        if PREFETCHED and PDL:
+            prefetch(w_rows, K * 2, 128 // BLOCK_N)
         enter(PDL)
     w_at = w_rows[:, None] + ks[None, :]
     x_rows = x + source.to(tl.int64)[:, None] * stride_x
@@ -199,8 +202,6 @@ def _rows_of_item(
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
         acc = _gated(gate, up, dtype, GAIN, PLUS, LIMIT)  # pyright: ignore
         spot = rows
-        if PDL and SHARED:
-            gdc_wait()  # before memory is written that what came before may still read
     else:
         acc = acc * tl.load(weights + at, mask=routed, other=1.0)[None, :]
         spot = at
@@ -216,7 +217,7 @@ def _grouped_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr, GRAIN: tl.constexpr,
     STAGES: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr,
     GROUP: tl.constexpr, GAIN: tl.constexpr, PLUS: tl.constexpr, LIMIT: tl.constexpr,
-    SHARED: tl.constexpr,
+    SHARED: tl.constexpr, PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     """Grid ((SHARED + items) · tiles of weights).
 
@@ -230,9 +231,6 @@ def _grouped_kernel(
     """
     item, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     if SHARED and item < SHARED:
-        if GATED and PDL:
-            # Need not wait: the kernel before, which makes routes, has waited for the one of `x`.
-            gdc_launch_dependents()
         expert, first = item * 0, (TOP_K + item) * num_tokens
         end = first + num_tokens
     else:
@@ -248,27 +246,28 @@ def _grouped_kernel(
             x, of_rows, w, scales, zeros, factors, bias, weights, order, out, N, K, stride_x,
             stride_column, stride_expert, stride_rows, stride_blocks, shared, item,
             expert, first, end, tile, TOP_K, TAIL, BLOCK_N, BLOCK_K, GATED, GRAIN, STAGES,
-            EVEN_K, PDL, KIND, GROUP, GAIN, PLUS, LIMIT, SHARED,
+            EVEN_K, PDL, KIND, GROUP, GAIN, PLUS, LIMIT, SHARED, PREFETCHED,
         )  # fmt: skip
     else:
         _rows_of_item(  # pyright: ignore
             x, of_rows, w, scales, zeros, factors, bias, weights, order, out, N, K, stride_x,
             stride_column, stride_expert, stride_rows, stride_blocks, shared, item,
             expert, first, end, tile, TOP_K, BLOCK_T, BLOCK_N, BLOCK_K, GATED, GRAIN, STAGES,
-            EVEN_K, PDL, KIND, GROUP, GAIN, PLUS, LIMIT, SHARED,
+            EVEN_K, PDL, KIND, GROUP, GAIN, PLUS, LIMIT, SHARED, PREFETCHED,
         )  # fmt: skip
 
 
 @triton.jit
 def _combine_kernel(
     parts, ids, out, size, stride_out, first, count,
-    TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, blocks of columns). parts: [n · TOP_K + SHARED · n, size]."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    enter(PDL)
+    enter(PDL, EARLY)
     total = tl.zeros((BLOCK,), tl.float32)
     for place in tl.static_range(TOP_K):
         spot = token * TOP_K + place
@@ -323,6 +322,7 @@ class _Stack(NamedTuple):
                 STAGES=None if held is None else tile.num_stages,
                 num_warps=tile.num_warps, num_stages=tile.num_stages, KIND=kind, GROUP=group,
                 GAIN=finish.gain, PLUS=finish.plus, LIMIT=finish.limit, SHARED=some,
+                PREFETCHED=some > 0 and k % 64 == 0,
             ),
         )  # fmt: skip
 
@@ -363,6 +363,6 @@ def expert_products_triton(
     out, block = torch.empty_like(x) if out is None else out, min(1024, power_of_two(size))
     _combine_kernel[(n, -(-size // block))](
         parts, routes.ids, out, size, out.stride(0), *held,
-        **overlap(x, TOP_K=top_k, SHARED=some, BLOCK=block, num_warps=4),
+        **overlap(x, TOP_K=top_k, SHARED=some, BLOCK=block, EARLY=n <= FEW, num_warps=4),
     )  # fmt: skip
     return out
