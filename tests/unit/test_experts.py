@@ -161,6 +161,18 @@ if not INTERPRETED:
         assert re.search(rf"wgmma\S+m64n{columns}k32\.f32\.e4m3\.e4m3", text)
         assert not re.search(r"\b(st|ld)\.local\b", text)
 
+    def test_weights_of_prompts_come_in_boxes() -> None:
+        shape, held = ExpertShape(8, 2, 64, renormalizes=True), Held(0, 8)
+        x, gate = noise(512, 256).bfloat16(), noise(8, 256).bfloat16()
+        routes = route_ref(x, gate, None, 0, shape, held, new_load(held, CPU))
+        up, down = noise(8, 128, 256).bfloat16(), noise(8, 256, 64).bfloat16()
+        hopper = mock.patch.object(product_triton, "has_dependent_launch", return_value=True)
+        with hopper, compiling(product_triton) as ptx:
+            expert_products_triton(x, routes, up, down, held)
+        text = ptx["_grouped_kernel"]
+        assert "cp.async.bulk.tensor.2d" in text
+        assert not re.search(r"\b(st|ld)\.local\b", text)
+
 else:
 
     @contextmanager
@@ -306,6 +318,8 @@ else:
         "a bias is another expert's": (
             product_triton, "tl.load(bias + numbers)", "tl.load(bias + lines)",
         ),
+        "a box is of another expert": (product_triton, "expert * height + tile", "tile"),
+        "boxes of ups are of gates": (product_triton, "[box + N, begin]", "[box, begin]"),
         "all tiles are a tail": (product_triton, "end - first <= TAIL", "end > 0"),
         "shared experts are the first one": (product_triton, "number * N if GATED", "0 if GATED"),
         "shared experts have the first one's columns": (
@@ -322,7 +336,8 @@ else:
     }  # fmt: skip
 
     ONE_HAS_ALL: Case = (40, (16, 1, (0, 16)), (64, 32), torch.float32, False, "plain")
-    MORE_THAN_A_TAIL: Case = (100, (6, 3, (0, 6)), (64, 32), torch.float32, False, "plain")
+    # With weights in boxes.
+    MORE_THAN_A_TAIL: Case = (100, (6, 3, (0, 6)), (64, 64), torch.bfloat16, False, "plain")
     FEW = (
         "padding is counted",
         "gate and up are exchanged",

@@ -26,7 +26,9 @@ from worker.ops.experts.route import Routes
 from worker.ops.jit import (
     FEW,
     INTERPRETED,
+    TensorDescriptor,
     enter,
+    has_dependent_launch,
     overlap,
     power_of_two,
     prefetch,
@@ -50,6 +52,7 @@ class Tile:
     num_warps: int
     num_stages: int
     tail: int = 0  # rows of tokens of an expert's last tile, if so many are enough; 0: as `tokens`
+    is_boxed: bool = False  # weights are loaded in boxes, by the TMA
 
 
 # Most tokens of a tile -> (rows, block_k, num_warps, num_stages), gated and not: on an H100.
@@ -58,32 +61,31 @@ _TABLE: dict[int, tuple[tuple[int, int, int, int], tuple[int, int, int, int]]] =
     64: ((64, 128, 4, 3), (128, 64, 4, 4)),
     128: ((128, 64, 8, 3), (128, 64, 4, 3)),
 }
-# Tiles, not gated, where an expert has many tokens: on an H200. Its last one may be a TAIL.
-_WIDE, TAIL = Tile(256, 128, 64, 8, 4, 64), 64
+TAIL = 64
+# Of many tokens, of matrices in 16 bits on sm_90, gated and not: on an H200, where a prompt of 2048
+# tokens of V2-Lite takes 314 and 163 us a layer (with pointers 361 and 184).
+_BOXED = Tile(128, 256, 64, 8, 4, TAIL, is_boxed=True)
 # In eight bits, on an H200: most tokens -> (rows, num_warps, num_stages).
 _EIGHT: dict[int, tuple[int, int, int]] = {16: (128, 8, 4), 32: (64, 4, 6), 64: (128, 4, 4)}
 
 
 @cache
 def choose(
-    num_tokens: int,
-    top_k: int,
-    num_experts: int,
-    *,
-    gated: bool,
-    eight: bool = False,
-    packed: bool = False,
+    num_tokens: int, top_k: int, num_experts: int, *, gated: bool, kind: str = "plain"
 ) -> Tile:
-    """The tile for so many tokens, of which an expert has its even share up to twice."""
+    """The tile for so many tokens, of which an expert has its even share up to twice.
+
+    kind: of weights; "eight" or "packed" (in four bits), "boxed" if the TMA may load them.
+    """
     share = power_of_two(max(1, 2 * num_tokens * top_k // num_experts))
-    tokens = min(max(16, share), max(_EIGHT if eight else _TABLE))
-    if eight:
+    tokens = min(max(16, share), max(_EIGHT if kind == "eight" else _TABLE))
+    if kind == "eight":
         rows, num_warps, num_stages = _EIGHT[tokens]
         return Tile(tokens, rows, SCALE_BLOCK, num_warps, num_stages)
-    if share >= 2 * _WIDE.tokens and not gated and not packed:
-        return _WIDE if share == 2 * _WIDE.tokens else replace(_WIDE, num_stages=3)
+    if kind == "boxed" and tokens == _BOXED.tokens:
+        return replace(_BOXED, tail=0) if gated and share > 8 * TAIL else _BOXED
     shapes = next(shapes for most, shapes in _TABLE.items() if tokens <= most)
-    return Tile(tokens, *shapes[not gated], TAIL if tokens > TAIL and not packed else 0)
+    return Tile(tokens, *shapes[not gated], TAIL if tokens > TAIL and kind != "packed" else 0)
 
 
 @triton.jit
@@ -116,7 +118,7 @@ def _gated(gate, up, dtype, GAIN: tl.constexpr, PLUS: tl.constexpr, LIMIT: tl.co
 @triton.jit
 def _rows_of_item(
     x, of_rows, w, scales, zeros, factors, bias, weights, order, out, N, K, stride_x,
-    stride_column, stride_expert, stride_rows, stride_blocks, shared, number,
+    stride_column, stride_expert, stride_rows, stride_blocks, shared, number, boxes,
     expert, first, end, tile, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GATED: tl.constexpr, GRAIN: tl.constexpr, STAGES: tl.constexpr,
     EVEN_K: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
@@ -133,7 +135,7 @@ def _rows_of_item(
     routed = here & (number >= SHARED) if SHARED else here
     at = tl.load(order + rows, mask=routed, other=0, cache_modifier=".cg")
     within = tl.arange(0, BLOCK_N)
-    # Rows of weights beyond N read the last one again and are not stored.
+    # Rows of weights beyond N read the last one again, or in boxes others, and are not stored.
     lines = tl.minimum(tile * WIDTH + (within % WIDTH if GATED else within), N - 1)
     if GATED:
         ends = lines + tl.where(within < WIDTH, 0, SHARED * N)
@@ -162,7 +164,8 @@ def _rows_of_item(
     if GRAIN:
         scales_at = scales + expert.to(tl.int64) * stride_expert + lines // GRAIN * stride_rows
         row_at = of_rows + source
-    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    acc = tl.zeros((BLOCK_N if boxes is None else WIDTH, BLOCK_T), tl.float32)
+    of_up, box = acc, expert * height + tile * WIDTH
     for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if KIND >= 0:
             acc = multiply_packed(
@@ -170,6 +173,13 @@ def _rows_of_item(
                 out.dtype.element_ty, BLOCK_K, KIND, GROUP, EVEN_K,
             )  # fmt: skip
             w_tile, x_tile = acc, acc  # they are loaded there
+        elif boxes is not None:
+            w_tile = boxes.load([box, begin])
+            x_tile = tl.load(x_at, mask=here[:, None], other=0.0)
+            if GATED:
+                up_tile = boxes.load([box + N, begin])
+                if INTERPRETED:
+                    up_tile = up_tile.to(tl.float32)
         elif EVEN_K:
             w_tile = tl.load(w_at)
             x_tile = tl.load(x_at, mask=here[:, None], other=0.0)
@@ -188,6 +198,9 @@ def _rows_of_item(
             row_at += stride_column
         else:
             acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+            if GATED and boxes is not None:
+                x_tile = x_tile.to(up_tile.dtype)
+                of_up = tl.dot(up_tile, tl.trans(x_tile), of_up, input_precision="ieee")
         w_at += BLOCK_K
         x_at += BLOCK_K
     if factors is not None:
@@ -197,8 +210,11 @@ def _rows_of_item(
     dtype = out.dtype.element_ty
     cols = tile * WIDTH + tl.arange(0, WIDTH)
     if GATED:
-        pair = tl.permute(tl.reshape(acc, (2, WIDTH, BLOCK_T)), (1, 2, 0))
-        gate, up = tl.split(pair)
+        if boxes is not None:
+            gate, up = acc, of_up
+        else:
+            pair = tl.permute(tl.reshape(acc, (2, WIDTH, BLOCK_T)), (1, 2, 0))
+            gate, up = tl.split(pair)
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
         acc = _gated(gate, up, dtype, GAIN, PLUS, LIMIT)  # pyright: ignore
         spot = rows
@@ -212,7 +228,7 @@ def _rows_of_item(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _grouped_kernel(
     x, of_rows, w, scales, zeros, factors, bias, weights, starts, order, out, N, K, stride_x,
-    num_tiles, stride_column, stride_expert, stride_rows, stride_blocks, shared, num_tokens,
+    num_tiles, stride_column, stride_expert, stride_rows, stride_blocks, shared, num_tokens, boxes,
     COUNT: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, TAIL: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr, GRAIN: tl.constexpr,
     STAGES: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr,
@@ -227,7 +243,8 @@ def _grouped_kernel(
     GRAIN, STAGES, of_rows: see _skinny_gemm_kernel; KIND, GROUP, zeros, factors: of weights in four
     bits, see multiply_packed; KIND below 0: in more. bias: [COUNT, rows of w], or None; GAIN, PLUS,
     LIMIT: see Finish. shared: [2 · SHARED · N, K] or [N, SHARED · K], see Beside; behind all rows
-    a shared expert has one for each of num_tokens.
+    a shared expert has one for each of num_tokens. boxes: None, or a descriptor of w by rows, of
+    blocks [columns of the output in a tile, BLOCK_K].
     """
     item, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     if SHARED and item < SHARED:
@@ -245,14 +262,14 @@ def _grouped_kernel(
         _rows_of_item(  # pyright: ignore
             x, of_rows, w, scales, zeros, factors, bias, weights, order, out, N, K, stride_x,
             stride_column, stride_expert, stride_rows, stride_blocks, shared, item,
-            expert, first, end, tile, TOP_K, TAIL, BLOCK_N, BLOCK_K, GATED, GRAIN, STAGES,
+            boxes, expert, first, end, tile, TOP_K, TAIL, BLOCK_N, BLOCK_K, GATED, GRAIN, STAGES,
             EVEN_K, PDL, KIND, GROUP, GAIN, PLUS, LIMIT, SHARED, PREFETCHED,
         )  # fmt: skip
     else:
         _rows_of_item(  # pyright: ignore
             x, of_rows, w, scales, zeros, factors, bias, weights, order, out, N, K, stride_x,
             stride_column, stride_expert, stride_rows, stride_blocks, shared, item,
-            expert, first, end, tile, TOP_K, BLOCK_T, BLOCK_N, BLOCK_K, GATED, GRAIN, STAGES,
+            boxes, expert, first, end, tile, TOP_K, BLOCK_T, BLOCK_N, BLOCK_K, GATED, GRAIN, STAGES,
             EVEN_K, PDL, KIND, GROUP, GAIN, PLUS, LIMIT, SHARED, PREFETCHED,
         )  # fmt: skip
 
@@ -298,29 +315,35 @@ class _Stack(NamedTuple):
         assert w.is_contiguous()
         assert bias is None or (bias.is_contiguous() and bias.shape == w.shape[:2])
         gated, top_k = columns < rows, routes.ids.shape[1]
-        is_eight = scales is not None
-        tile = choose(n, top_k, count, gated=gated, eight=is_eight, packed=bool(packed))
+        kind = "eight" if scales is not None else "packed" if packed else "plain"
+        if kind == "plain" and bias is shared is None and w.element_size() == 2:
+            has_boxes = INTERPRETED or has_dependent_launch(x)
+            kind = "boxed" if has_boxes and k % _BOXED.block_k == 0 else kind
+        tile = choose(n, top_k, count, gated=gated, kind=kind)
+        width, boxes = tile.rows // 2 if gated else tile.rows, None
+        if tile.is_boxed:
+            boxes = TensorDescriptor.from_tensor(w.view(-1, k), [width, tile.block_k])
         num_rows = n * top_k
         num_items = some + min(num_rows, num_rows // tile.tokens + min(count, num_rows))
         assert not some or n <= tile.tokens
-        num_tiles = -(-columns // (tile.rows // 2 if gated else tile.rows))
+        num_tiles = -(-columns // width)
         of_rows, of_columns, strides = None, 0, (0, 0, 0)
         if scales is not None:
             x, of_rows = eight_bits_triton(x)
             of_columns, strides = of_rows.stride(1), (scales.stride(0), *strides_of(scales[0]))
-        kind, group = steps_of(packed[0], k) if packed else (-1, 0)
+        steps, group = steps_of(packed[0], k) if packed else (-1, 0)
         held, zeros, factors = packed or (scales, None, None)
         _grouped_kernel[(num_items * num_tiles,)](
             x, of_rows, w.view(torch.uint16) if packed else w, held, zeros, factors, bias,
             routes.weights, routes.starts, routes.order, out, columns, k, x.stride(0), num_tiles,
-            of_columns, *strides, shared, n,
+            of_columns, *strides, shared, n, boxes,
             **overlap(
                 x, COUNT=count, TOP_K=top_k, BLOCK_T=tile.tokens, BLOCK_N=tile.rows,
                 TAIL=tile.tail or tile.tokens, BLOCK_K=tile.block_k, GATED=gated,
                 EVEN_K=k % tile.block_k == 0,
                 GRAIN=0 if scales is None else rows // scales.shape[1],
                 STAGES=None if held is None else tile.num_stages,
-                num_warps=tile.num_warps, num_stages=tile.num_stages, KIND=kind, GROUP=group,
+                num_warps=tile.num_warps, num_stages=tile.num_stages, KIND=steps, GROUP=group,
                 GAIN=finish.gain, PLUS=finish.plus, LIMIT=finish.limit, SHARED=some,
                 PREFETCHED=some > 0 and k % 64 == 0,
             ),
