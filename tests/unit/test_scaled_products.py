@@ -117,7 +117,7 @@ if not INTERPRETED:
         constants = {
             "BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": BLOCK, "SPLIT": split, "STEPS": 16,
             "STAGES": 4, "EVEN_N": True, "EVEN_K": True, "PDL": True, "TRIGGER": 7,
-            "GATED": gated, "GRAIN": grain, "PREFETCHED": False,
+            "GATED": gated, "GRAIN": grain,
         }  # fmt: skip
         ptx = ptx_of(_skinny_gemm_kernel, types, constants, num_warps=4, num_stages=4)
         assert f"wgmma.mma_async.sync.aligned.m64n{block_m}k32.f32.e4m3.e4m3" in ptx

@@ -57,7 +57,7 @@ if not INTERPRETED:
         constants = {
             "BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 128, "SPLIT": split, "STEPS": 16,
             "EVEN_N": True, "EVEN_K": True, "PDL": True, "TRIGGER": 7,
-            "GATED": gated, "GRAIN": 0, "STAGES": None, "PREFETCHED": block_m == 16,
+            "GATED": gated, "GRAIN": 0, "STAGES": None,
         }  # fmt: skip
         ptx = ptx_of(_skinny_gemm_kernel, types, constants, num_warps=4, num_stages=4)
         assert f"wgmma.mma_async.sync.aligned.m64n{block_m}k16.f32.bf16.bf16" in ptx

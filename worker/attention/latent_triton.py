@@ -23,7 +23,6 @@ from worker.errors import Unsupported
 from worker.forward.batch import Batch, Bounds
 from worker.forward.context import current
 from worker.ops.jit import (
-    FEW,
     HAS_TRITON,
     INTERPRETED,
     enter,
@@ -457,7 +456,7 @@ def latent_absorb_store_triton(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _latent_values_kernel(
     x, w, out, num_tokens, SIZE, HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK_T: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of tokens, HEADS, blocks of COLUMNS).
 
@@ -468,7 +467,7 @@ def _latent_values_kernel(
     line = head * SIZE + tl.minimum(columns, SIZE - 1)
     w_at = w + line.to(tl.int64)[:, None] * VALUE + at[None, :]
     w_tile = tl.load(w_at)
-    enter(PDL, EARLY)
+    enter(PDL)
     row, here = tokens.to(tl.int64) * HEADS + head, (tokens < num_tokens)[:, None]
     x_at = x + row[:, None] * VALUE + at[None, :]
     acc = tl.zeros((COLUMNS, BLOCK_T), tl.float32)
@@ -496,7 +495,7 @@ def latent_values_triton(attended: Tensor, values: Tensor) -> Tensor:
         attended, values, out, num_tokens, size,
         **overlap(
             attended, HEADS=num_heads, VALUE=value, BLOCK_T=block_t, COLUMNS=columns,
-            BLOCK_K=min(8192 // block_t, value), EARLY=num_tokens <= FEW, num_warps=4,
+            BLOCK_K=min(8192 // block_t, value), num_warps=4,
         ),
     )  # fmt: skip
     return out

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     enter: Any
     gdc_launch_dependents: Any
     gdc_wait: Any
-    prefetch: Any
 elif HAS_TRITON:
     import triton
     import triton.language as tl
@@ -39,43 +38,19 @@ elif HAS_TRITON:
     gdc_wait = tl.extra.cuda.gdc_wait
 
     @triton.jit
-    def enter(PDL: "tl.constexpr", EARLY: "tl.constexpr" = False):
-        """Begin a kernel that may be resident before the one before it has ended.
-
-        EARLY: the next one may be even before this one has waited, and prefetch its weights. It
-        may read nothing then on the ground that it has been started.
-        """
+    def enter(PDL: "tl.constexpr"):
+        """Begin a kernel that may be resident before the one before it has ended."""
         if PDL:
-            if EARLY:
-                gdc_launch_dependents()
             gdc_wait()
-            if not EARLY:
-                gdc_launch_dependents()
-
-    @triton.jit
-    def prefetch(rows, num_bytes, PARTS: "tl.constexpr"):
-        """Have the L2 read `num_bytes`, a multiple of 16 · PARTS, from pointers [n] on.
-
-        sm_90, with PDL: PTX ISA, cp.async.bulk.prefetch. A row's PARTS are asked for by as many
-        threads.
-        """
-        share = num_bytes // PARTS
-        at = rows.to(tl.int64)[:, None] + (tl.arange(0, PARTS) * share)[None, :]
-        tl.inline_asm_elementwise(
-            "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }", "=r,l,r",
-            [at, tl.zeros_like(at).to(tl.int32) + share], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            gdc_launch_dependents()
 else:
 
     def _jit(function: Any = None, **_options: Any) -> Any:
         return function if function is not None else _jit
 
     triton = tl = SimpleNamespace(jit=_jit, constexpr=lambda value: value)
-    INTERPRETED, TensorDescriptor, enter, prefetch = False, None, None, None
+    INTERPRETED, TensorDescriptor, enter = False, None, None
     gdc_launch_dependents, gdc_wait = None, None
-
-
-FEW = 16  # rows of a step whose kernels start early: up to here they wait for one another
 
 
 @contextmanager

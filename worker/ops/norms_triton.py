@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from worker.ops.e4m3_triton import store_in_e4m3
-from worker.ops.jit import FEW, enter, overlap, power_of_two, tl, triton
+from worker.ops.jit import enter, overlap, power_of_two, tl, triton
 
 
 @triton.jit(do_not_specialize=["stride_scales"])
 def _rms_norm_kernel(
     x, residual, weight, normed, total, scales, stride_x, stride_residual, stride_total,
     stride_scales, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
-    EIGHT: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    EIGHT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row; SIZE <= BLOCK. The order of its sum depends on SIZE alone.
 
@@ -21,7 +21,7 @@ def _rms_norm_kernel(
     at = tl.arange(0, BLOCK)
     inside = at < SIZE
     scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    enter(PDL, EARLY)
+    enter(PDL)
     dtype = x.dtype.element_ty
     y = tl.load(x + row * stride_x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -62,7 +62,7 @@ def launch_rms_norm(
         0 if scales is None else scales.stride(1), eps,
         **overlap(
             x, SIZE=size, BLOCK=block, ADD=total is not normed, EIGHT=scales is not None,
-            EARLY=len(rows) <= FEW, num_warps=min(max(block // 512, 1), 16),
+            num_warps=min(max(block // 512, 1), 16),
         ),
     )  # fmt: skip
 

@@ -22,21 +22,12 @@ import torch
 from torch import Tensor
 
 from worker.config.checkpoint.quantization import SCALE_BLOCK
-from worker.ops.jit import (
-    FEW,
-    INTERPRETED,
-    gdc_launch_dependents,
-    gdc_wait,
-    prefetch,
-    tl,
-    triton,
-)
+from worker.ops.jit import INTERPRETED, gdc_launch_dependents, gdc_wait, tl, triton
 from worker.ops.norms_triton import silu_and_mul
 from worker.ops.scaled import E4M3, strides_of
 
 MAX_ROWS = 64
 DTYPES = (torch.bfloat16, torch.float16)
-PREFETCHED = 1 << 24  # bytes of weights that the L2 takes in before x is there
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -46,7 +37,6 @@ def _skinny_gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GRAIN: tl.constexpr,
     SPLIT: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr, GATED: tl.constexpr,
-    PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of w's rows, SPLIT).
 
@@ -60,8 +50,11 @@ def _skinny_gemm_kernel(
     TRIGGER: after which step the next kernel may start; below 0, at once.
     """
     tile, part = tl.program_id(0), tl.program_id(1)
-    if PDL and TRIGGER < 0:
-        gdc_launch_dependents()
+    if PDL:
+        if TRIGGER < 0:
+            gdc_launch_dependents()
+        # Invariant: every program waits, so this kernel's end implies that of all before it.
+        gdc_wait()
 
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the output
     within = tl.arange(0, BLOCK_N)
@@ -74,13 +67,7 @@ def _skinny_gemm_kernel(
     here = (tokens < M)[:, None]
     ks = tl.arange(0, BLOCK_K)
     k_begin = part * (STEPS * BLOCK_K)
-    w_rows = w + rows * K + k_begin
-    if PDL:
-        if PREFETCHED and EVEN_K:
-            prefetch(w_rows, STEPS * BLOCK_K * 2, 128 // BLOCK_N)
-        # Invariant: every program waits, so this kernel's end implies that of all before it.
-        gdc_wait()
-    w_at = w_rows[:, None] + ks[None, :]
+    w_at = w + rows[:, None] * K + (k_begin + ks)[None, :]
     x_at = x + tokens[:, None] * stride_x + (k_begin + ks)[None, :]
     if GRAIN:
         scales_at = scales + rows // GRAIN * stride_rows + part * STEPS * stride_blocks
@@ -282,7 +269,6 @@ def skinny_gemm(
         "EVEN_K": steps * tile.block_k * tile.split == k, "PDL": pdl,
         "TRIGGER": max(-1, steps - 1 - tile.trigger), "GATED": gated,
         "GRAIN": 0 if scales is None else n // len(scales),
-        "PREFETCHED": m <= FEW and w.nbytes <= PREFETCHED and scales is None,
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
     if pdl:

@@ -24,14 +24,14 @@ from worker.ops.experts.product import (
 )
 from worker.ops.experts.route import Routes
 from worker.ops.jit import (
-    FEW,
     INTERPRETED,
     TensorDescriptor,
     enter,
+    gdc_launch_dependents,
+    gdc_wait,
     has_dependent_launch,
     overlap,
     power_of_two,
-    prefetch,
     tl,
     triton,
 )
@@ -56,7 +56,10 @@ class Tile:
 
 
 # Most tokens of a tile -> (rows, block_k, num_warps, num_stages), gated and not: on an H100.
+# Five stages of few tokens keep an SM at two programs: of one row with shared experts, which has
+# 256, one SM would else have three and another one.
 _TABLE: dict[int, tuple[tuple[int, int, int, int], tuple[int, int, int, int]]] = {
+    16: ((64, 128, 4, 3), (64, 128, 4, 5)),
     32: ((64, 128, 4, 3), (64, 128, 4, 3)),
     64: ((64, 128, 4, 3), (128, 64, 4, 4)),
     128: ((128, 64, 8, 3), (128, 64, 4, 3)),
@@ -123,7 +126,6 @@ def _rows_of_item(
     BLOCK_K: tl.constexpr, GATED: tl.constexpr, GRAIN: tl.constexpr, STAGES: tl.constexpr,
     EVEN_K: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
     GAIN: tl.constexpr, PLUS: tl.constexpr, LIMIT: tl.constexpr, SHARED: tl.constexpr,
-    PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     """What a program of _grouped_kernel computes: up to BLOCK_T rows of tokens from `first` on.
 
@@ -154,9 +156,7 @@ def _rows_of_item(
         w_rows = tl.where(number < SHARED, shared + far * K, w_rows)
         at = tl.where(number < SHARED, rows, at)
         source = tl.where(number < SHARED, rows - first, source) if GATED else rows
-    if not GATED or (SHARED and number < SHARED):
-        if PREFETCHED and PDL:
-            prefetch(w_rows, K * 2, 128 // BLOCK_N)
+    if not GATED:
         enter(PDL)
     w_at = w_rows[:, None] + ks[None, :]
     x_rows = x + source.to(tl.int64)[:, None] * stride_x
@@ -218,6 +218,8 @@ def _rows_of_item(
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
         acc = _gated(gate, up, dtype, GAIN, PLUS, LIMIT)  # pyright: ignore
         spot = rows
+        if PDL and SHARED:
+            gdc_wait()  # before memory is written that what came before may still read
     else:
         acc = acc * tl.load(weights + at, mask=routed, other=1.0)[None, :]
         spot = at
@@ -233,7 +235,7 @@ def _grouped_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr, GRAIN: tl.constexpr,
     STAGES: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr,
     GROUP: tl.constexpr, GAIN: tl.constexpr, PLUS: tl.constexpr, LIMIT: tl.constexpr,
-    SHARED: tl.constexpr, PREFETCHED: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     """Grid ((SHARED + items) · tiles of weights).
 
@@ -248,6 +250,9 @@ def _grouped_kernel(
     """
     item, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     if SHARED and item < SHARED:
+        if GATED and PDL:
+            # Need not wait: the kernel before, which makes routes, has waited for the one of `x`.
+            gdc_launch_dependents()
         expert, first = item * 0, (TOP_K + item) * num_tokens
         end = first + num_tokens
     else:
@@ -263,28 +268,27 @@ def _grouped_kernel(
             x, of_rows, w, scales, zeros, factors, bias, weights, order, out, N, K, stride_x,
             stride_column, stride_expert, stride_rows, stride_blocks, shared, item,
             boxes, expert, first, end, tile, TOP_K, TAIL, BLOCK_N, BLOCK_K, GATED, GRAIN, STAGES,
-            EVEN_K, PDL, KIND, GROUP, GAIN, PLUS, LIMIT, SHARED, PREFETCHED,
+            EVEN_K, PDL, KIND, GROUP, GAIN, PLUS, LIMIT, SHARED,
         )  # fmt: skip
     else:
         _rows_of_item(  # pyright: ignore
             x, of_rows, w, scales, zeros, factors, bias, weights, order, out, N, K, stride_x,
             stride_column, stride_expert, stride_rows, stride_blocks, shared, item,
             boxes, expert, first, end, tile, TOP_K, BLOCK_T, BLOCK_N, BLOCK_K, GATED, GRAIN, STAGES,
-            EVEN_K, PDL, KIND, GROUP, GAIN, PLUS, LIMIT, SHARED, PREFETCHED,
+            EVEN_K, PDL, KIND, GROUP, GAIN, PLUS, LIMIT, SHARED,
         )  # fmt: skip
 
 
 @triton.jit
 def _combine_kernel(
     parts, ids, out, size, stride_out, first, count,
-    TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, blocks of columns). parts: [n · TOP_K + SHARED · n, size]."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    enter(PDL, EARLY)
+    enter(PDL)
     total = tl.zeros((BLOCK,), tl.float32)
     for place in tl.static_range(TOP_K):
         spot = token * TOP_K + place
@@ -345,7 +349,6 @@ class _Stack(NamedTuple):
                 STAGES=None if held is None else tile.num_stages,
                 num_warps=tile.num_warps, num_stages=tile.num_stages, KIND=steps, GROUP=group,
                 GAIN=finish.gain, PLUS=finish.plus, LIMIT=finish.limit, SHARED=some,
-                PREFETCHED=some > 0 and k % 64 == 0,
             ),
         )  # fmt: skip
 
@@ -386,6 +389,6 @@ def expert_products_triton(
     out, block = torch.empty_like(x) if out is None else out, min(1024, power_of_two(size))
     _combine_kernel[(n, -(-size // block))](
         parts, routes.ids, out, size, out.stride(0), *held,
-        **overlap(x, TOP_K=top_k, SHARED=some, BLOCK=block, EARLY=n <= FEW, num_warps=4),
+        **overlap(x, TOP_K=top_k, SHARED=some, BLOCK=block, num_warps=4),
     )  # fmt: skip
     return out

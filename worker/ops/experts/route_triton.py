@@ -14,7 +14,7 @@ from torch import Tensor
 
 from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.ops.experts.route import TINY, Routes
-from worker.ops.jit import FEW, INTERPRETED, enter, overlap, power_of_two, tl, triton
+from worker.ops.jit import INTERPRETED, enter, overlap, power_of_two, tl, triton
 
 PART = 256  # of K: what one sum of the router is over
 TOKENS = 4  # of a program of `route`, a warp each
@@ -25,15 +25,14 @@ AT_ONCE = 4096  # assignments that a program of `arrange` looks at
 @triton.jit(do_not_specialize=["num_tokens"])
 def _router_kernel(
     x, gate, out, num_tokens, num_experts, K, stride_x, BLOCK_E: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of tokens, of experts, parts of K). out: f32 [parts, num_tokens, experts]."""
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     part = tl.program_id(2)
     ks = tl.arange(0, BLOCK_K)
-    enter(PDL, EARLY)
+    enter(PDL)
     acc = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
     for begin in range(0, PART, BLOCK_K):
         at = part * PART + begin + ks
@@ -124,7 +123,7 @@ def _route_kernel(
     NUM_EXPERTS: tl.constexpr, TOKENS: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr,
     SCORING: tl.constexpr, RENORMALIZES: tl.constexpr, BIASED: tl.constexpr,
     NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, LOWEST: tl.constexpr, TINY: tl.constexpr,
-    ALONE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of tokens). parts: f32 [PARTS, num_tokens, NUM_EXPERTS].
 
@@ -137,7 +136,7 @@ def _route_kernel(
     experts = tl.arange(0, EXPERTS)
     real, exists = tokens < num_tokens, (experts < NUM_EXPERTS)[None, :]
     at = parts + tokens.to(tl.int64)[:, None] * NUM_EXPERTS + experts[None, :]
-    enter(PDL, EARLY)
+    enter(PDL)
     logits = tl.zeros((TOKENS, EXPERTS), tl.float32)
     for _ in tl.static_range(PARTS):
         logits += tl.load(at, mask=real[:, None] & exists, other=0.0)
@@ -250,8 +249,7 @@ def route_triton(
     _router_kernel[(-(-n // block_t), -(-num_experts // 64), len(logits))](
         x, gate, logits, n, num_experts, k, x.stride(0),
         **overlap(
-            x, BLOCK_E=64, BLOCK_T=block_t, BLOCK_K=128, PART=PART, EARLY=n <= FEW, num_warps=4,
-            num_stages=3,
+            x, BLOCK_E=64, BLOCK_T=block_t, BLOCK_K=128, PART=PART, num_warps=4, num_stages=3
         ),
     )  # fmt: skip
     tokens = min(power_of_two(n), TOKENS)
@@ -261,7 +259,7 @@ def route_triton(
             x, NUM_EXPERTS=num_experts, TOKENS=tokens, TOP_K=top_k, PARTS=len(logits),
             SCORING=shape.scoring, RENORMALIZES=shape.renormalizes, BIASED=shape.is_biased,
             NUM_GROUPS=shape.num_groups, TOP_GROUPS=shape.top_groups, LOWEST=LOWEST, TINY=TINY,
-            ALONE=n <= tokens, EARLY=n <= FEW, num_warps=tokens,
+            ALONE=n <= tokens, num_warps=tokens,
         ),
     )  # fmt: skip
     if n <= tokens:
