@@ -358,7 +358,10 @@ if INTERPRETED:
         "latents are not normed": ("x = x * tl.rsqrt", "x = x + 0 * tl.rsqrt"),
         "pairs turn backwards": ("first * cos - second", "first * cos + second"),
         "a page has one slot": ("slot % PAGE * (VALUE", "0 * (VALUE"),
-        "halves are pairs": ("source + 1, mask", "source + 8, mask"),
+        "halves are pairs": (
+            "tl.reshape(x, (ROWS, PAIRS, 2))",
+            "tl.permute(tl.reshape(x, (ROWS, 2, PAIRS)), (0, 2, 1))",
+        ),
         "all heads have the first one's keys": ("(head * NOPE + at)", "at"),
         "queries are another head's": ("head * stride_q_head - NOPE", "-NOPE"),
         "all columns are the first": ("product % BLOCKS * COLUMNS", "0"),

@@ -326,12 +326,16 @@ class LatentTriton(PoolAttention):
 
 
 @triton.jit
-def _turn(source, to, known, cos, sin, DTYPE: tl.constexpr):
-    """Rotate pairs of neighbours; source, to: where their first ones lie."""
-    first = tl.load(source, mask=known, other=0.0).to(tl.float32)
-    second = tl.load(source + 1, mask=known, other=0.0).to(tl.float32)
-    tl.store(to, (first * cos - second * sin).to(DTYPE), mask=known)
-    tl.store(to + 1, (second * cos + first * sin).to(DTYPE), mask=known)
+def _turn(
+    source, to, known, cos, sin, ROPE: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    """Rotate pairs of neighbours; source, to, known: [ROWS, 1], of rows of ROPE numbers."""
+    at = tl.arange(0, 2 * PAIRS)[None, :]
+    known &= at < ROPE
+    x = tl.load(source + at, mask=known, other=0.0).to(tl.float32)
+    first, second = tl.split(tl.reshape(x, (ROWS, PAIRS, 2)))
+    turned = tl.interleave(first * cos - second * sin, second * cos + first * sin)
+    tl.store(to + at, turned.to(to.dtype.element_ty), mask=known)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -389,13 +393,14 @@ def _latent_rope_store_kernel(
         by = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
         normed = x.to(weight.dtype.element_ty).to(tl.float32) * by
         tl.store(row + at, normed.to(DTYPE), mask=inside)
-        of_pair = VALUE + 2 * pair[None, :]
-        _turn(latent + of_pair, row + of_pair, turned, cos, sin, DTYPE)
+        one = tl.zeros((1, 1), tl.int32)
+        key = latent + VALUE + one
+        _turn(key, row + VALUE + one, one == 0, cos, sin, ROPE, 1, PAIRS)  # pyright: ignore
     else:
         head = ((part - 1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
-        source = q_rope + token * stride_q + head * stride_q_head + 2 * pair[None, :]
-        to = out + token * stride_out + head * stride_out_head + 2 * pair[None, :]
-        _turn(source, to, (head < HEADS) & turned, cos, sin, DTYPE)
+        source = q_rope + token * stride_q + head * stride_q_head
+        to = out + token * stride_out + head * stride_out_head
+        _turn(source, to, head < HEADS, cos, sin, ROPE, BLOCK_H, PAIRS)  # pyright: ignore
 
 
 def latent_rope_store_triton(
