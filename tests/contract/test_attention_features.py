@@ -201,3 +201,19 @@ def test_items_of_a_window_have_room_wherever_it_begins(window: int) -> None:
         planned = attention.plan(plain.make_batch(rows, 16, 0, 0))
         assert planned.counts[0] <= planned.tiles.max_items
     pool.close()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="of the triton backend alone")
+def test_a_long_chunk_in_a_window_reads_no_page_behind_its_table() -> None:
+    """Where memory ended there, an engine with windows did not start."""
+    from worker.attention.prompt_triton import plan_prompts
+
+    shape, page_size, length = AttentionShape(4, 2, 64, 1.0, KeyMask(window=20)), 64, 512
+    lengths = (torch.tensor(sizes, dtype=torch.int32) for sizes in ([0, length], [length]))
+    around = torch.full((1, 2 * length), 77, dtype=torch.int32)
+    table = around[:, : length // page_size].zero_()
+    gathered = torch.empty(2, 2, length, 64, dtype=torch.bfloat16)
+    bounds = Bounds(1, length, length, length)
+    planned = plan_prompts(*lengths, table, bounds, shape, gathered).paged
+    assert planned.items[: planned.counts[0], 3].tolist() == [0, 0, 128, 256]
+    assert 77 not in planned.items[: planned.counts[0], 6]

@@ -237,7 +237,8 @@ def plan_prompts(
         programs=num_tiles * shape.num_heads, num_warps=NUM_WARPS,
         num_stages=NUM_STAGES[wide],
     )  # fmt: skip
-    by_head, page_size = replace(shape, num_kv_heads=shape.num_heads), 1  # no first page is read
+    # An item's first page is read by nobody; the largest pages, so that all tables have one.
+    by_head, page_size = replace(shape, num_kv_heads=shape.num_heads), UNIT
     paged = plan_items(query_start, seq_lens, page_table, tiles, by_head, page_size)
     units = torch.div(seq_lens + UNIT - 1, UNIT, rounding_mode="floor") * UNIT
     first_rows = (units.cumsum(0) - units).to(torch.int32)
