@@ -15,7 +15,7 @@ from worker.ops import packed_triton
 from worker.ops.experts import product_triton
 from worker.ops.experts.product import Finish, expert_products_ref
 from worker.ops.experts.route import new_load, route_ref
-from worker.ops.packed import as_lines, as_packed, bytes_of, packed_product_ref, worth
+from worker.ops.packed import as_lines, as_packed, bytes_of, packed_product_ref, worth, woven
 from worker.ops.packed_triton import choose_packed, packed_gemm
 from worker.ops.product import MAX_PARTIALS
 from worker.ops.scaled import E4M3
@@ -49,12 +49,13 @@ def packed(name: str, *shape: int, seed: int = 1) -> tuple[Any, ...]:
 
 def test_a_number_is_what_the_formats_say() -> None:
     """By hand: the examples of their documents."""
-    two = as_lines(torch.tensor([[0x5A, 0x7F]], dtype=torch.uint8))
+    two = woven(as_lines(torch.tensor([[0x5A, 0x7F]], dtype=torch.uint8)))
     of_127 = torch.tensor([[127]], dtype=torch.uint8)
     assert worth(two, of_127)[:, :4].tolist() == [[-1.0, 3.0, -6.0, 6.0]]
     assert worth(two, of_127 - 2)[:, :4].tolist() == [[-0.25, 0.75, -1.5, 1.5]]
     assert worth(two, of_127 * 0)[:, :2].tolist() == [[-(2.0**-127), 3 * 2.0**-127]]
     scales, zeros = torch.tensor([[0.5]]), torch.tensor([[7]], dtype=torch.uint8)
+    two = woven(two, back=True)
     assert worth(two, scales, zeros)[:, :4].tolist() == [[1.5, -1.0, 4.0, 0.0]]
     assert worth(two, scales)[:, :4].tolist() == [[1.0, -1.5, 3.5, -0.5]]
 

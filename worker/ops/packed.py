@@ -13,6 +13,8 @@ dtype is says what the numbers are:
 factors, of sums: but for the order in which sums are added they compute the definition.
 """
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +24,7 @@ from worker.ops.op import op
 from worker.ops.scaled import E4M3, multiplies_eight_bits
 
 E8M0_BIAS, ZERO = 127, 8
+SIGNS = 14, 12, 15, 13  # bits of four codes' signs in 16; their other bits are the lowest, by threes
 LINE = 32  # columns, whose numbers a thread of the kernels unpacks and joins in its registers
 POSITIVE = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
 CODES = torch.tensor([*POSITIVE, *(-code for code in POSITIVE)])
@@ -35,13 +38,14 @@ def worth(
     values: u8 [.., n, bytes], whole lines; scales: [.., n, groups]; zeros: u8, of their shape;
     factors: f32 [.., n, 1].
     """
-    q = unpacked(values)
+    is_code = scales.dtype in (torch.uint8, E4M3)
+    q = unpacked(woven(values, back=True) if is_code else values)
     groups = q.unflatten(-1, (scales.shape[-1], -1))
     if scales.dtype == torch.uint8:
         steps = torch.ones_like(scales, dtype=torch.float32).ldexp(scales.int() - E8M0_BIAS)
     else:
         steps = scales.float()
-    if scales.dtype in (torch.uint8, E4M3):
+    if is_code:
         numbers = CODES.to(q.device)[groups.int()]
     else:
         numbers = groups.float() - (ZERO if zeros is None else zeros.unsqueeze(-1).float())
@@ -101,7 +105,7 @@ def as_packed(w: Tensor, groups: int, kind: torch.dtype) -> tuple[Tensor, Tensor
     parts = (blocks / steps.clamp(min=1e-12)).flatten(-2)
     between = (CODES[:7] + CODES[1:8]).to(w.device) / 2
     q = torch.bucketize(parts.abs(), between) + 8 * (parts < 0)
-    return _paired(q), scales.squeeze(-1), factors
+    return woven(_paired(q)), scales.squeeze(-1), factors
 
 
 def bytes_of(columns: int) -> int:
@@ -113,6 +117,23 @@ def _paired(q: Tensor) -> Tensor:
     """u8 [.., bytes] of numbers [.., k] of four bits, in whole lines."""
     q = _lines(q.to(torch.uint8), LINE)
     return torch.stack(tuple(q[..., i, :] | q[..., i + 1, :] << 4 for i in (0, 2)), -1).flatten(-3)
+
+
+@cache
+def _weaving(device: torch.device, *, back: bool) -> Tensor:
+    """i16 [65536]: of what is in 16 bits, as i32 counts, how it is woven."""
+    plain = torch.arange(1 << 16, dtype=torch.int32)
+    found = torch.zeros_like(plain)
+    for place, sign in enumerate(SIGNS):
+        code = plain >> 4 * place & 15
+        found |= (code & 7) << 3 * place | code >> 3 << sign
+    return (found.argsort() if back else found).to(torch.int16).to(device)
+
+
+def woven(values: Tensor, *, back: bool = False) -> Tensor:
+    """Lines of codes of e2m1, from plain ones, or back: u8 [.., bytes]."""
+    words = values.contiguous().view(torch.int16).int() & 0xFFFF
+    return _weaving(values.device, back=back)[words].view(torch.uint8)
 
 
 def unpacked(values: Tensor) -> Tensor:

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from worker.ops.jit import INTERPRETED, gdc_launch_dependents, gdc_wait, overlap, tl, triton
 from worker.ops.norms import swiglu
-from worker.ops.packed import packed_product_ref
+from worker.ops.packed import SIGNS, packed_product_ref
 from worker.ops.product import MAX_PARTIALS, OWN_ROWS, workspace_of
 from worker.ops.scaled import E4M3
 from worker.ops.skinny_triton import AT_ONCE, DTYPES, SkinnyTile, gated_sums, store_sums
 
 # What the numbers are, by the dtype of their scales; other dtypes: integers.
 INTEGERS, KINDS = 0, {torch.uint8: 1, E4M3: 2}
+SIGN_AT = tl.constexpr(SIGNS)
 TILE_ROWS, BLOCK_K = 64, 128  # of weights; of a program there are up to 64 rows of x
+UNPACKED = 16, 256  # rows and columns of a program
 PROGRAMS = 384  # of a product with few rows: almost three a multiprocessor of an H200
 
 
@@ -34,21 +36,32 @@ def _of_bits(bits, dtype):
 
 
 # Of 16 bits, two of which are in a register, four as a number of 16, by their place: 128 + them in
-# bf16, 1024 + them in f16; or as a code of e2m1, whose exponent lacks a bias.
+# bf16, 1024 + them in f16; or as a code of e2m1 (packed.SIGNS), whose exponent lacks a bias.
 def _integer(power: str) -> Any:
     text = "{{ .reg .b32 t; shr.b32 t, $1, {}; lop3.b32 $0, t, 0x000F000F, {}, 0xEA; }}"
     return tl.constexpr(tuple(text.format(4 * place, power) for place in range(4)))
 
 
-def _code(left: int, mask: str) -> Any:
-    text = "{{ .reg .b32 s, t; shl.b32 s, $1, {}; and.b32 s, s, 0x80008000; {}.b32 t, $1, {}; "
-    text += "lop3.b32 $0, t, {}, s, 0xEA; }}"
-    moves = ((12 - at, "shl" if left > at else "shr", abs(left - at)) for at in (0, 4, 8, 12))
-    return tl.constexpr(tuple(text.format(*move, mask) for move in moves))
+def _code(highest: int) -> Any:
+    size = 0x00070007 << highest
+    once = "{{ .reg .b32 t; shl.b32 t, $1, {}; and.b32 $0, t, {}; }}"
+    twice = "{{ .reg .b32 s, t; shl.b32 s, $1, {}; and.b32 s, s, 0x80008000; {}.b32 t, $1, {}; "
+    twice += "lop3.b32 $0, t, {}, s, 0xEA; }}"
+    texts = list[str]()
+    for place, sign in enumerate(SIGNS):
+        up, left = 15 - sign, highest - 3 * place
+        way = "shl" if left > 0 else "shr"
+        both = once.format(up, size | 0x80008000) if up == left else ""
+        texts.append(both or twice.format(up, way, abs(left), size))
+    return tl.constexpr(tuple(texts))
 
 
 INTEGER_BF16, INTEGER_F16 = _integer("0x43004300"), _integer("0x64006400")
-CODE_BF16, CODE_F16 = _code(6, "0x01C001C0"), _code(9, "0x0E000E00")
+CODE_BF16, CODE_F16 = _code(6), _code(9)
+# Numbers of e2m1 are 2^-64 of what they are worth in bf16, 2^-10 in f16, so that a code's exponent
+# gets its bias and its group's scale by one multiplication, whatever the scale is.
+BIAS_BF16, BIAS_F16 = tl.constexpr(2.0**62), tl.constexpr(2.0**4)
+REST_BF16, REST_F16 = tl.constexpr(2.0**64), tl.constexpr(2.0**10)
 
 
 @triton.jit
@@ -63,9 +76,10 @@ def _number(four, place: tl.constexpr, dtype, KIND: tl.constexpr):
     """What four bits of 16 are, but for zero points and e2m1's bias."""
     BF16: tl.constexpr = dtype == tl.bfloat16
     if INTERPRETED:
-        four = four >> (4 * place)
-        code = (four & 8) << 12 | (four & 7) << (6 if BF16 else 9)
-        return _plus_power(four & 15, dtype) if KIND == 0 else _of_bits(code, dtype)  # pyright: ignore
+        SIGN: tl.constexpr = SIGN_AT[place]
+        code = (four >> SIGN & 1) << 15 | (four >> (3 * place) & 7) << (6 if BF16 else 9)
+        integer = _plus_power(four >> (4 * place) & 15, dtype)  # pyright: ignore
+        return integer if KIND == 0 else _of_bits(code, dtype)  # pyright: ignore
     else:
         OF_F16: tl.constexpr = INTEGER_F16 if KIND == 0 else CODE_F16
         OF_BF16: tl.constexpr = INTEGER_BF16 if KIND == 0 else CODE_BF16
@@ -92,61 +106,87 @@ def _steps(
     NUM: tl.constexpr = COLS // GROUP
     at = begin // GROUP + tl.arange(0, NUM)[None, :]
     spot, inside = scales + rows[:, None] * (K // GROUP) + at, at < K // GROUP
-    if KIND == 1:  # a power of two: the bits of an exponent, or the largest subnormal's
+    if KIND == 1:  # a power of two: the bits of an exponent
         bits = tl.load(spot, mask=inside, other=0).to(tl.uint16)
-        found = _of_bits(tl.where(bits == 0, 64, bits << 7), dtype)  # pyright: ignore
+        found = _of_bits((bits << 7) + (62 << 7), dtype)  # pyright: ignore
     else:
+        BIAS: tl.constexpr = BIAS_BF16 if dtype == tl.bfloat16 else BIAS_F16
         found = tl.load(spot, mask=inside, other=0.0).to(tl.float32 if INTERPRETED else dtype)
+        found *= BIAS
     every = tl.broadcast_to(found[:, :, None], (rows.shape[0], NUM, GROUP))
     return tl.reshape(every, (rows.shape[0], COLS))
 
 
 @triton.jit
+def scale_at(scales, rows, begin, K, COLS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr):
+    """f32 [rows], the scales of integers in COLS columns from `begin` on; nothing where codes or
+    several groups are there."""
+    if KIND != 0 or GROUP % COLS:
+        return begin * 1.0
+    else:
+        group, num_groups = begin // GROUP if GROUP else begin * 0, K // GROUP if GROUP else 1
+        spot = scales + rows * num_groups + group
+        return tl.load(spot, mask=group < num_groups, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def whole_sums(acc, dtype, KIND: tl.constexpr):
+    """What multiply_packed has added up in `acc`."""
+    REST: tl.constexpr = REST_BF16 if dtype == tl.bfloat16 else REST_F16
+    return acc if KIND == 0 else acc * REST
+
+
+@triton.jit
 def _plus(
-    acc, numbers, x_at, here, rows, begin, scales, zeros, K, dtype,
+    acc, numbers, x_at, here, rows, begin, scale, scales, zeros, K, dtype,
     COLS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """acc + numbers [rows, COLS] times x transposed; integers', by groups, lack zero and scale."""
     if KIND == 0 and GROUP % COLS:
         HALF: tl.constexpr = COLS // 2
         low, high = tl.split(tl.permute(tl.reshape(numbers, (acc.shape[0], 2, HALF)), (0, 2, 1)))
+        scale = scale_at(scales, rows, begin, K, HALF, KIND, GROUP)  # pyright: ignore
         acc = _plus(  # pyright: ignore
-            acc, low, x_at, here, rows, begin, scales, zeros, K, dtype, HALF, KIND, GROUP, EVEN_K
-        )
+            acc, low, x_at, here, rows, begin, scale, scales, zeros, K, dtype, HALF, KIND, GROUP,
+            EVEN_K,
+        )  # fmt: skip
         begin += HALF
+        scale = scale_at(scales, rows, begin, K, HALF, KIND, GROUP)  # pyright: ignore
         return _plus(  # pyright: ignore
-            acc, high, x_at, here, rows, begin, scales, zeros, K, dtype, HALF, KIND, GROUP, EVEN_K
-        )
+            acc, high, x_at, here, rows, begin, scale, scales, zeros, K, dtype, HALF, KIND, GROUP,
+            EVEN_K,
+        )  # fmt: skip
     else:
         at = begin + tl.arange(0, COLS)[None, :]
         x_tile = tl.load(x_at + at, mask=here if EVEN_K else here & (at < K), other=0.0)
         sums = acc
         if KIND == 0:
-            group, num_groups = begin // GROUP if GROUP else begin * 0, K // GROUP if GROUP else 1
-            of_group, there = rows * num_groups + group, group < num_groups
             if zeros is None:  # a constant tensor would send the numbers through shared memory
                 EIGHT: tl.constexpr = 136.0 if dtype == tl.bfloat16 else 1032.0  # pyright: ignore
                 numbers -= EIGHT
             else:
-                zero = tl.load(zeros + of_group, mask=there, other=8)
+                group, num_groups = begin // GROUP if GROUP else begin * 0, K // GROUP if GROUP else 1
+                spot = zeros + rows * num_groups + group
+                zero = tl.load(spot, mask=group < num_groups, other=8)
                 numbers -= _plus_power(zero, dtype)[:, None]  # pyright: ignore
-            scale = tl.load(scales + of_group, mask=there, other=0.0).to(tl.float32)[:, None]
             sums = tl.zeros(acc.shape, tl.float32)
         if INTERPRETED:
             numbers, x_tile = numbers.to(tl.float32), x_tile.to(tl.float32)
         sums = tl.dot(numbers, tl.trans(x_tile), sums)
-        return acc + sums * scale if KIND == 0 else sums  # pyright: ignore
+        return acc + sums * scale[:, None] if KIND == 0 else sums  # pyright: ignore
 
 
 @triton.jit
 def multiply_packed(
-    acc, x_at, here, rows, begin, values, scales, zeros, K, dtype,
+    acc, x_at, here, rows, begin, scale, values, scales, zeros, K, dtype,
     BLOCK_K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """acc + the numbers of `rows` of BLOCK_K columns from `begin` on, times x transposed.
 
-    acc: f32 [rows, tokens]; x_at: [tokens, 1], of columns 0; here: [tokens, 1], which there are;
-    values: u16, two bytes of packed.worth's; scales, zeros: see there; GROUP: 0 for one of a row.
+    acc: f32 [rows, tokens], see whole_sums; x_at: [tokens, 1], of columns 0; here: [tokens, 1],
+    which there are; scale: of scale_at, loaded a block before its use, as Triton overlaps no loads
+    of so few bytes; values: u16, two bytes of packed.worth's; scales, zeros: see there; GROUP: 0 for
+    one of a row.
     """
     at = begin // 4 + tl.arange(0, BLOCK_K // 4)[None, :]
     stride = (K + 31) // 32 * 8
@@ -154,12 +194,11 @@ def multiply_packed(
     four = tl.load(spot) if EVEN_K else tl.load(spot, mask=at < stride, other=0)
     numbers = _numbers(four, dtype, KIND)  # pyright: ignore
     if KIND != 0:
-        UNIT: tl.constexpr = 2.0**126 if dtype == tl.bfloat16 else 2.0**14
-        numbers *= UNIT
         numbers *= _steps(scales, rows, begin, K, dtype, BLOCK_K, KIND, GROUP)  # pyright: ignore
     return _plus(  # pyright: ignore
-        acc, numbers, x_at, here, rows, begin, scales, zeros, K, dtype, BLOCK_K, KIND, GROUP, EVEN_K
-    )
+        acc, numbers, x_at, here, rows, begin, scale, scales, zeros, K, dtype, BLOCK_K, KIND,
+        GROUP, EVEN_K,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -185,6 +224,9 @@ def _packed_gemm_kernel(
     tokens = (tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     here = (tokens < M)[:, None]
     x_rows = x + tokens[:, None] * stride_x
+    dtype = out.dtype.element_ty
+    first = part * (STEPS * BLOCKS * BLOCK_K)
+    scale = scale_at(scales, rows, first, K, BLOCK_K, KIND, GROUP)  # pyright: ignore
     if PDL:  # the first two lines of all rows are on their way before x is there
         stride = (K + 31) // 32 * 8
         line = tl.minimum(part * (STEPS * BLOCKS * BLOCK_K // 4) + tl.arange(0, 2) * 64, stride - 8)
@@ -197,22 +239,68 @@ def _packed_gemm_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         for block in tl.static_range(BLOCKS):
+            begin = first + (step * BLOCKS + block) * BLOCK_K
+            following = scale_at(  # pyright: ignore
+                scales, rows, begin + BLOCK_K, K, BLOCK_K, KIND, GROUP
+            )
             acc = multiply_packed(  # pyright: ignore
-                acc, x_rows, here, rows, ((part * STEPS + step) * BLOCKS + block) * BLOCK_K,
-                values, scales, zeros, K, out.dtype.element_ty, BLOCK_K, KIND, GROUP, EVEN_K,
+                acc, x_rows, here, rows, begin, scale, values, scales, zeros, K, dtype, BLOCK_K,
+                KIND, GROUP, EVEN_K,
             )  # fmt: skip
+            scale = following
+    acc = whole_sums(acc, dtype, KIND)  # pyright: ignore
     if LATE and PDL:
         gdc_launch_dependents()
     if factors is not None:
         acc *= tl.load(factors + rows)[:, None]
     if GATED:
-        acc = gated_sums(acc, BLOCK_M, WIDTH, out.dtype.element_ty)  # pyright: ignore
+        acc = gated_sums(acc, BLOCK_M, WIDTH, dtype)  # pyright: ignore
     cols = tile * WIDTH + tl.arange(0, WIDTH)
     out_at = out + tokens[:, None] * stride_out + cols[None, :]
     stored = here & (cols < N)[None, :]
     store_sums(  # pyright: ignore
         tl.trans(acc), out_at, stored, here, partial, arrivals, tile, part, BLOCK_M, BLOCK_N, SPLIT
     )
+
+
+@triton.jit
+def _unpack_kernel(
+    values, scales, zeros, factors, out, N, K, first,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    GRAIN: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of rows from `first` on, of columns). out: [N - first.., K], contiguous.
+
+    GRAIN: columns, a power of two, that surely have one scale.
+    """
+    dtype = out.dtype.element_ty
+    within = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    rows, begin = tl.minimum(first + within, N - 1), tl.program_id(1) * BLOCK_K
+    stride, at = (K + 31) // 32 * 8, begin // 4 + tl.arange(0, BLOCK_K // 4)[None, :]
+    four = tl.load(values + rows[:, None] * stride + at, mask=at < stride, other=0)
+    numbers = _numbers(four, dtype, KIND)  # pyright: ignore
+    if KIND == 0:
+        NUM: tl.constexpr = BLOCK_K // GRAIN
+        start = begin + tl.arange(0, NUM)[None, :] * GRAIN
+        group = start // GROUP if GROUP else start * 0
+        spot = rows[:, None] * (K // GROUP if GROUP else 1) + group
+        steps = tl.load(scales + spot, mask=start < K, other=0.0).to(tl.float32)
+        POWER: tl.constexpr = 128 if dtype == tl.bfloat16 else 1024  # pyright: ignore
+        numbers = tl.reshape(numbers.to(tl.float32), (BLOCK_N, NUM, GRAIN))
+        if zeros is None:
+            numbers -= POWER + 8
+        else:
+            zero = tl.load(zeros + spot, mask=start < K, other=8).to(tl.float32)
+            numbers -= (POWER + zero)[:, :, None]
+        whole = tl.reshape(numbers * steps[:, :, None], (BLOCK_N, BLOCK_K))
+    else:
+        numbers *= _steps(scales, rows, begin, K, dtype, BLOCK_K, KIND, GROUP)  # pyright: ignore
+        whole = whole_sums(numbers.to(tl.float32), dtype, KIND)  # pyright: ignore
+    if factors is not None:
+        whole *= tl.load(factors + rows)[:, None]
+    cols = begin + tl.arange(0, BLOCK_K)[None, :]
+    inside = (first + within < N)[:, None] & (cols < K)
+    tl.store(out + within[:, None] * K + cols, whole.to(dtype), mask=inside)
 
 
 @cache
@@ -280,6 +368,17 @@ def packed_gemm(
         ),
     )  # fmt: skip
     return out
+
+
+def unpack(held: tuple[Tensor, Tensor, Tensor | None, Tensor | None], first: int, out: Tensor):
+    """out[:] = the numbers of rows from `first` on, rounded. out: [rows, k], contiguous."""
+    (values, scales, zeros, factors), k = held, out.shape[1]
+    kind, group = steps_of(scales, k)
+    grain = min(UNPACKED[1], group & -group) if group else UNPACKED[1]
+    _unpack_kernel[(-(-len(out) // UNPACKED[0]), -(-k // UNPACKED[1]))](
+        values.view(torch.uint16), scales, zeros, factors, out, first + len(out), k, first,
+        BLOCK_N=UNPACKED[0], BLOCK_K=UNPACKED[1], KIND=kind, GROUP=group, GRAIN=grain, num_warps=4,
+    )  # fmt: skip
 
 
 def packed_product_triton(

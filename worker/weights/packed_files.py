@@ -11,7 +11,7 @@ from torch import Tensor
 
 from worker.config.checkpoint.quantization import Quantization
 from worker.errors import UserError
-from worker.ops.packed import ZERO, as_lines, bytes_of, worth
+from worker.ops.packed import ZERO, as_lines, bytes_of, worth, woven
 from worker.weights.base import Reading
 from worker.weights.files import tensor_names
 from worker.weights.layouts import LAYOUTS, Layout, Packed
@@ -195,7 +195,8 @@ class PackedMatrix:
         if at.along == "columns":
             stored, skip = self._bytes(at, rows, wanted)
             assert skip == 0, "lines are whole"
-            return as_lines(stored)
+            lines = as_lines(stored)
+            return lines if self._layout.zeros else woven(lines)  # without zeros they are codes
         start, stop = rows.start // per, -(-rows.stop // per)
         size = columns.stop - columns.start
         values = torch.empty((stop - start) * per, size, dtype=torch.uint8)

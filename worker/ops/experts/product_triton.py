@@ -19,7 +19,7 @@ from worker.ops.experts.route import Routes
 from worker.ops.jit import INTERPRETED, enter, overlap, power_of_two, tl, triton
 from worker.ops.norms_triton import silu_and_mul
 from worker.ops.packed import bytes_of
-from worker.ops.packed_triton import multiply_packed, steps_of, takes
+from worker.ops.packed_triton import multiply_packed, scale_at, steps_of, takes, whole_sums
 from worker.ops.scaled import E4M3, strides_of
 from worker.ops.scaled_triton import eight_bits_triton
 
@@ -92,7 +92,7 @@ def _grouped_kernel(
     num_tiles, stride_column, stride_expert, stride_rows, stride_blocks,
     COUNT: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GATED: tl.constexpr, GRAIN: tl.constexpr, STAGES: tl.constexpr,
-    EVEN_K: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    STEPS: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
     GAIN: tl.constexpr, PLUS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (items · tiles of weights).
@@ -137,12 +137,19 @@ def _grouped_kernel(
         scales_at = scales + expert.to(tl.int64) * stride_expert + lines // GRAIN * stride_rows
         row_at = of_rows + source
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+    dtype = out.dtype.element_ty
+    if KIND >= 0:
+        scale = scale_at(scales, numbers, 0, K, BLOCK_K, KIND, GROUP)
+    else:
+        scale = acc
+    for begin in tl.range(0, STEPS * BLOCK_K, BLOCK_K, num_stages=STAGES):
         if KIND >= 0:
+            following = scale_at(scales, numbers, begin + BLOCK_K, K, BLOCK_K, KIND, GROUP)
             acc = multiply_packed(
-                acc, x_rows, here[:, None], numbers, begin, w, scales, zeros, K,
-                out.dtype.element_ty, BLOCK_K, KIND, GROUP, EVEN_K,
+                acc, x_rows, here[:, None], numbers, begin, scale, w, scales, zeros, K, dtype,
+                BLOCK_K, KIND, GROUP, EVEN_K,
             )  # fmt: skip
+            scale = following
             w_tile, x_tile = acc, acc  # they are loaded there
         elif EVEN_K:
             w_tile = tl.load(w_at)
@@ -164,11 +171,12 @@ def _grouped_kernel(
             acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
         w_at += BLOCK_K
         x_at += BLOCK_K
+    if KIND >= 0:
+        acc = whole_sums(acc, dtype, KIND)
     if factors is not None:
         acc *= tl.load(factors + numbers)[:, None]
     if bias is not None:
         acc += tl.load(bias + numbers).to(tl.float32)[:, None]
-    dtype = out.dtype.element_ty
     cols = tile * WIDTH + tl.arange(0, WIDTH)
     if GATED:
         pair = tl.permute(tl.reshape(acc, (2, WIDTH, BLOCK_T)), (1, 2, 0))
@@ -232,7 +240,8 @@ class _Stack(NamedTuple):
             of_columns, *strides,
             **overlap(
                 x, COUNT=count, TOP_K=top_k, BLOCK_T=tile.tokens, BLOCK_N=tile.rows,
-                BLOCK_K=tile.block_k, GATED=gated, EVEN_K=k % tile.block_k == 0,
+                BLOCK_K=tile.block_k, GATED=gated, STEPS=-(-k // tile.block_k),
+                EVEN_K=k % tile.block_k == 0,
                 GRAIN=0 if scales is None else rows // scales.shape[1],
                 STAGES=None if held is None else tile.num_stages,
                 num_warps=tile.num_warps, num_stages=tile.num_stages, KIND=kind, GROUP=group,
