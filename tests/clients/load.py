@@ -78,8 +78,8 @@ def install(names: list[str]) -> None:
             subprocess.run([*pip, *anyway, name], cwd=place, check=True)
             continue
         make = [REPOSITORY / "tests" / "support" / "venv", place, "--upgrade"]
-        extra = {"vllm": "--no-deps", "guidellm": "torch"}.get(name, "--upgrade")
-        subprocess.run([*make, extra, name], check=True)
+        extra = {"vllm": ["--no-deps"], "guidellm": ["torch"]}.get(name, [])
+        subprocess.run([*make, *extra, name], check=True)
         if name == "vllm":
             wanted = (Requirement(text) for text in _installed(name).requires or ())
             chosen = [each for each in wanted if not OF_GPUS.match(each.name.lower())]

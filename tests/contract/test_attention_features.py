@@ -204,16 +204,16 @@ def test_items_of_a_window_have_room_wherever_it_begins(window: int) -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="of the triton backend alone")
-def test_a_long_chunk_in_a_window_reads_no_page_behind_its_table() -> None:
-    """Where memory ended there, an engine with windows did not start."""
+def test_the_plan_of_a_long_windowed_prompt_reads_no_table_beyond_its_rows() -> None:
+    """Items begin at tokens, of which a row of the table has one for a whole page."""
     from worker.attention.prompt_triton import plan_prompts
 
-    shape, page_size, length = AttentionShape(4, 2, 64, 1.0, KeyMask(window=20)), 64, 512
-    lengths = (torch.tensor(sizes, dtype=torch.int32) for sizes in ([0, length], [length]))
-    around = torch.full((1, 2 * length), 77, dtype=torch.int32)
-    table = around[:, : length // page_size].zero_()
-    gathered = torch.empty(2, 2, length, 64, dtype=torch.bfloat16)
-    bounds = Bounds(1, length, length, length)
-    planned = plan_prompts(*lengths, table, bounds, shape, gathered).paged
-    assert planned.items[: planned.counts[0], 3].tolist() == [0, 0, 128, 256]
-    assert 77 not in planned.items[: planned.counts[0], 6]
+    beyond = torch.full((1, 1024), -7, dtype=torch.int32)
+    beyond[:, :10] = torch.arange(10)
+    starts, lens = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 600], [640]))
+    shape = AttentionShape(4, 2, 64, 1.0, KeyMask(window=100))
+    gathered = torch.empty(2, 2, 1024, 64)
+    plan = plan_prompts(starts, lens, beyond[:, :10], Bounds(1, 600, 600, 640), shape, gathered)
+    items = plan.paged.items[: plan.paged.counts[0]]
+    assert items[-1, 3] > 10  # where a tile's keys begin
+    assert set(items[:, 6].tolist()) == {0}
