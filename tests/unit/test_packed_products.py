@@ -16,7 +16,7 @@ from worker.ops.experts import product_triton
 from worker.ops.experts.product import Finish, expert_products_ref
 from worker.ops.experts.route import new_load, route_ref
 from worker.ops.packed import as_lines, as_packed, bytes_of, packed_product_ref, worth, woven
-from worker.ops.packed_triton import choose_packed, packed_gemm
+from worker.ops.packed_triton import choose_packed, packed_gemm, product_by_library, unpack
 from worker.ops.product import MAX_PARTIALS
 from worker.ops.scaled import E4M3
 from worker.ops.skinny_triton import SkinnyTile
@@ -98,11 +98,20 @@ if not INTERPRETED:
     def test_they_compile_for_hopper_without_one(name: str, m: int) -> None:
         held, x = packed(name, 256, 256), noise(m, 256)
         tile = choose_packed(m, 256, 256)
-        with compiling(packed_triton) as ptx:
+        with compiling(packed_triton, "_packed_gemm_kernel") as ptx:
             packed_gemm(x, held, x.new_empty(m, 256), tile)
         text = ptx["_packed_gemm_kernel"]
         assert re.search(rf"wgmma\S+m64n{tile.block_m}k16\.f32\.bf16\.bf16", text)
         assert not re.search(r"\b(st|ld)\.local\b", text), "nothing spills"
+
+    @pytest.mark.parametrize("name", ["awq", *in_whole(*((name,) for name in NUMBERS))])
+    def test_what_a_library_multiplies_is_written_16_bytes_at_a_time(name: str) -> None:
+        with compiling(packed_triton, "_unpack_kernel") as ptx:
+            unpack(packed(name, 64, 256), 0, torch.empty(64, 256, dtype=BF16))
+        text = ptx["_unpack_kernel"]
+        assert re.search(r"ld\.global\.v4\.b32", text)
+        assert set(re.findall(r"st\.global\.(\S+)", text)) == {"v4.b32"}
+        assert not re.search(r"\b(st|ld)\.local\b", text)
 
     @pytest.mark.parametrize("name", [*in_whole(*((name,) for name in NUMBERS))])
     def test_experts_compile_for_hopper_without_one(name: str) -> None:
@@ -168,6 +177,20 @@ if INTERPRETED:
     def test_a_kernel_equals_the_definition(name, m, shape, split, dtype) -> None:
         held, x = packed(name, *shape), noise(m, shape[1], dtype=dtype)
         assert near(tiled(x, held, shape[0], split, 64), packed_product_ref(x, *held))
+
+    @pytest.mark.parametrize(
+        ("name", "dtype"),
+        [("awq", F16), ("mxfp4", BF16), *in_whole(*((x, F16) for x in ("int4", "rows", "nvfp4")))],
+    )
+    def test_a_library_multiplies_numbers_that_are_rounded_once(name, dtype, monkeypatch) -> None:
+        held, x = packed(name, 50, 128), noise(3, 128, dtype=dtype)
+        around = torch.full((52, 128), 77.0, dtype=dtype)
+        numbers = worth(*held).to(dtype)
+        assert torch.equal(unpack(held, 0, around[1:51]), numbers)
+        assert torch.equal(unpack(held, 20, around[1:31]), numbers[20:])
+        assert (around[[0, 51]] == 77.0).all()
+        monkeypatch.setattr(packed_triton, "SLICE_BYTES", 16 * 128 * 2)
+        assert near(product_by_library(x, held, x.new_empty(3, 50)), x @ numbers.t())
 
     def test_a_gated_product_is_its_swiglu() -> None:
         held, x = packed("awq", 80, 256), noise(3, 256, dtype=F16)

@@ -7,23 +7,35 @@ OWN_ROWS rows of x, and a row's result depends on that row alone, bit for bit.
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from worker.ops.jit import INTERPRETED, gdc_launch_dependents, gdc_wait, overlap, tl, triton
+from worker.ops.jit import (
+    INTERPRETED,
+    enter,
+    gdc_launch_dependents,
+    gdc_wait,
+    overlap,
+    tl,
+    triton,
+)
 from worker.ops.norms import swiglu
 from worker.ops.packed import SIGNS, packed_product_ref
-from worker.ops.product import MAX_PARTIALS, OWN_ROWS, workspace_of
+from worker.ops.product import MAX_PARTIALS, OWN_ROWS, product, workspace_of
 from worker.ops.scaled import E4M3
 from worker.ops.skinny_triton import AT_ONCE, DTYPES, SkinnyTile, gated_sums, store_sums
 
+# (values, scales, zeros, factors), see packed.worth; contiguous.
+Held: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 # What the numbers are, by the dtype of their scales; other dtypes: integers.
 INTEGERS, KINDS = 0, {torch.uint8: 1, E4M3: 2}
 SIGN_AT = tl.constexpr(SIGNS)
 TILE_ROWS, BLOCK_K = 64, 128  # of weights; of a program there are up to 64 rows of x
-UNPACKED = 16, 256  # rows and columns of a program
+UNPACKED = 16, 256  # rows of weights and columns of a program that writes numbers
+LIBRARY_ROWS = 512  # of x; from so many on a library multiplies what has been unpacked
+SLICE_BYTES = 32 << 20  # of numbers in 16 bits, which an L2 of 50 MB holds
 PROGRAMS = 384  # of a product with few rows: almost three a multiprocessor of an H200
 
 
@@ -165,7 +177,10 @@ def _plus(
                 EIGHT: tl.constexpr = 136.0 if dtype == tl.bfloat16 else 1032.0  # pyright: ignore
                 numbers -= EIGHT
             else:
-                group, num_groups = begin // GROUP if GROUP else begin * 0, K // GROUP if GROUP else 1
+                group, num_groups = (
+                    begin // GROUP if GROUP else begin * 0,
+                    K // GROUP if GROUP else 1,
+                )
                 spot = zeros + rows * num_groups + group
                 zero = tl.load(spot, mask=group < num_groups, other=8)
                 numbers -= _plus_power(zero, dtype)[:, None]  # pyright: ignore
@@ -185,8 +200,8 @@ def multiply_packed(
 
     acc: f32 [rows, tokens], see whole_sums; x_at: [tokens, 1], of columns 0; here: [tokens, 1],
     which there are; scale: of scale_at, loaded a block before its use, as Triton overlaps no loads
-    of so few bytes; values: u16, two bytes of packed.worth's; scales, zeros: see there; GROUP: 0 for
-    one of a row.
+    of so few bytes; values: u16, two bytes of packed.worth's; scales, zeros: see there; GROUP: 0
+    for one of a row.
     """
     at = begin // 4 + tl.arange(0, BLOCK_K // 4)[None, :]
     stride = (K + 31) // 32 * 8
@@ -267,7 +282,7 @@ def _packed_gemm_kernel(
 def _unpack_kernel(
     values, scales, zeros, factors, out, N, K, first,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
-    GRAIN: tl.constexpr,
+    GRAIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows from `first` on, of columns). out: [N - first.., K], contiguous.
 
@@ -300,6 +315,7 @@ def _unpack_kernel(
         whole *= tl.load(factors + rows)[:, None]
     cols = begin + tl.arange(0, BLOCK_K)[None, :]
     inside = (first + within < N)[:, None] & (cols < K)
+    enter(PDL)  # the kernel before may read what `out` had
     tl.store(out + within[:, None] * K + cols, whole.to(dtype), mask=inside)
 
 
@@ -337,7 +353,7 @@ def takes(x: Tensor, scales: Tensor) -> bool:
 
 def packed_gemm(
     x: Tensor,
-    held: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    held: Held,
     out: Tensor,
     tile: SkinnyTile,
     *,
@@ -345,8 +361,7 @@ def packed_gemm(
 ) -> Tensor:
     """out[:] = x times the transposed numbers, or the same bits as its swiglu.
 
-    x: [m, k], out: [m, n], gated [m, n / 2], rows contiguous. held: values, scales, zeros, factors,
-    see packed.worth; contiguous.
+    x: [m, k], out: [m, n], gated [m, n / 2], rows contiguous.
     """
     (m, k), (values, scales, zeros, factors) = x.shape, held
     n, (kind, group), workspace = len(values), steps_of(scales, k), workspace_of(x.device)
@@ -370,15 +385,34 @@ def packed_gemm(
     return out
 
 
-def unpack(held: tuple[Tensor, Tensor, Tensor | None, Tensor | None], first: int, out: Tensor):
-    """out[:] = the numbers of rows from `first` on, rounded. out: [rows, k], contiguous."""
-    (values, scales, zeros, factors), k = held, out.shape[1]
-    kind, group = steps_of(scales, k)
-    grain = min(UNPACKED[1], group & -group) if group else UNPACKED[1]
-    _unpack_kernel[(-(-len(out) // UNPACKED[0]), -(-k // UNPACKED[1]))](
-        values.view(torch.uint16), scales, zeros, factors, out, first + len(out), k, first,
-        BLOCK_N=UNPACKED[0], BLOCK_K=UNPACKED[1], KIND=kind, GROUP=group, GRAIN=grain, num_warps=4,
+def unpack(held: Held, first: int, out: Tensor) -> Tensor:
+    """out[:] = the numbers of rows from `first` on, rounded once. out: [rows, k], contiguous."""
+    (values, scales, zeros, factors), (rows, k) = held, out.shape
+    (kind, group), (block_n, block_k) = steps_of(scales, k), UNPACKED
+    grain = min(block_k, group & -group) if group else block_k
+    _unpack_kernel[(-(-rows // block_n), -(-k // block_k))](
+        values.view(torch.uint16), scales, zeros, factors, out, first + rows, k, first,
+        **overlap(
+            out, BLOCK_N=block_n, BLOCK_K=block_k, KIND=kind, GROUP=group, GRAIN=grain, num_warps=4
+        ),
     )  # fmt: skip
+    return out
+
+
+def product_by_library(x: Tensor, held: Held, out: Tensor) -> Tensor:
+    """out[:] = x times the transposed numbers, rounded to x's dtype. Shapes: see packed_gemm.
+
+    Numbers lie in a scratch in between, a slice of the matrix, so that they stay in the L2.
+    """
+    n, k = len(held[0]), x.shape[1]
+    rows = min(n, SLICE_BYTES // (k * x.itemsize))
+    scratch = x.new_empty(rows, k)
+    for first in range(0, n, rows):
+        part = unpack(held, first, scratch[: n - first])
+        if len(part) == n:
+            return product(x, part, None, out)
+        torch.mm(x, part.t(), out=out[:, first : first + len(part)])
+    return out
 
 
 def packed_product_triton(
@@ -393,9 +427,11 @@ def packed_product_triton(
     """See packed_product_ref, which computes what no kernel takes."""
     if not takes(x, scales):
         return packed_product_ref(x, values, scales, zeros, factors, gated, out)
-    (m, k), n = x.shape, len(values)
+    (m, k), n, held = x.shape, len(values), (values, scales, zeros, factors)
     tile = choose_packed(m, n, k, product_follows=gated)
-    if gated and not tile.gates(n):
-        return swiglu(packed_product_triton(x, values, scales, zeros, factors))
+    if gated and (m >= LIBRARY_ROWS or not tile.gates(n)):
+        return swiglu(packed_product_triton(x, *held))
     out = x.new_empty(m, n // 2 if gated else n) if out is None else out
-    return packed_gemm(x, (values, scales, zeros, factors), out, tile, gated=gated) if m else out
+    if m >= LIBRARY_ROWS:
+        return product_by_library(x, held, out)
+    return packed_gemm(x, held, out, tile, gated=gated) if m else out

@@ -92,8 +92,8 @@ def _grouped_kernel(
     num_tiles, stride_column, stride_expert, stride_rows, stride_blocks,
     COUNT: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GATED: tl.constexpr, GRAIN: tl.constexpr, STAGES: tl.constexpr,
-    STEPS: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
-    GAIN: tl.constexpr, PLUS: tl.constexpr, LIMIT: tl.constexpr,
+    STEPS: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr,
+    GROUP: tl.constexpr, GAIN: tl.constexpr, PLUS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (items · tiles of weights).
 
@@ -138,18 +138,15 @@ def _grouped_kernel(
         row_at = of_rows + source
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     dtype = out.dtype.element_ty
-    if KIND >= 0:
-        scale = scale_at(scales, numbers, 0, K, BLOCK_K, KIND, GROUP)
-    else:
-        scale = acc
+    ahead = scale_at(scales, numbers, 0, K, BLOCK_K, KIND, GROUP) if KIND >= 0 else acc
     for begin in tl.range(0, STEPS * BLOCK_K, BLOCK_K, num_stages=STAGES):
         if KIND >= 0:
             following = scale_at(scales, numbers, begin + BLOCK_K, K, BLOCK_K, KIND, GROUP)
             acc = multiply_packed(
-                acc, x_rows, here[:, None], numbers, begin, scale, w, scales, zeros, K, dtype,
+                acc, x_rows, here[:, None], numbers, begin, ahead, w, scales, zeros, K, dtype,
                 BLOCK_K, KIND, GROUP, EVEN_K,
             )  # fmt: skip
-            scale = following
+            ahead = following
             w_tile, x_tile = acc, acc  # they are loaded there
         elif EVEN_K:
             w_tile = tl.load(w_at)
