@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.interpreted import INTERPRETED, WHY, compiling
+from tests.support.interpreted import INTERPRETED, WHY, assembled, compiling
 from tests.support.pairwise import in_whole
 from tests.support.products import noise
 from worker.config.checkpoint.experts import ExpertShape, Held
@@ -101,6 +101,7 @@ if not INTERPRETED:
         with compiling(packed_triton, "_packed_gemm_kernel") as ptx:
             packed_gemm(x, held, x.new_empty(m, 256), tile)
         text = ptx["_packed_gemm_kernel"]
+        assert ("serialized" in assembled(text)) == ((name, m) == ("int4", 300))
         assert re.search(rf"wgmma\S+m64n{tile.block_m}k16\.f32\.bf16\.bf16", text)
         assert not re.search(r"\b(st|ld)\.local\b", text), "nothing spills"
 
@@ -121,6 +122,7 @@ if not INTERPRETED:
             products(x, routes, up, down, by=product_triton.expert_products_triton, finish=finish)
         text = ptx["_grouped_kernel"]
         assert re.search(r"wgmma\S+m64n16k16\.f32\.bf16\.bf16", text)
+        assert "serialized" not in assembled(text), "each product would wait for the one before"
         assert not re.search(r"\b(st|ld)\.local\b", text)
 
 
