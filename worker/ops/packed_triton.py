@@ -96,14 +96,7 @@ def _number(four, place: tl.constexpr, dtype, KIND: tl.constexpr):
         OF_F16: tl.constexpr = INTEGER_F16 if KIND == 0 else CODE_F16
         OF_BF16: tl.constexpr = INTEGER_BF16 if KIND == 0 else CODE_BF16
         ASM: tl.constexpr = (OF_BF16 if BF16 else OF_F16)[place]
-        found = tl.inline_asm_elementwise(
-            ASM,
-            "=r,r",
-            [four],
-            tl.uint16,
-            is_pure=True,
-            pack=2,  # pyright: ignore
-        )
+        found = tl.inline_asm_elementwise(ASM, "=r,r", [four], tl.uint16, True, 2)  # pyright: ignore
         return _of_bits(found, dtype)  # pyright: ignore
 
 
