@@ -10,7 +10,8 @@ dtype is says what the numbers are:
     e4m3       code · scale · the row's factor
 
 (q - zero), and code · scale, are exact in bf16. So kernels multiply these and have f32 scales, or
-factors, of sums: but for the order in which sums are added they compute the definition.
+factors, of sums: but for the order in which sums are added they compute the definition. For many
+rows of x a library multiplies numbers that are rounded to x's dtype once.
 """
 
 from functools import cache

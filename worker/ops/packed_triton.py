@@ -35,7 +35,7 @@ SIGN_AT = tl.constexpr(SIGNS)
 TILE_ROWS, BLOCK_K = 64, 128  # of weights; of a program there are up to 64 rows of x
 UNPACKED = 16, 256  # rows of weights and columns of a program that writes numbers
 LIBRARY_ROWS = 512  # of x; from so many on a library multiplies what has been unpacked
-SLICE_BYTES = 32 << 20  # of numbers in 16 bits, which an L2 of 50 MB holds
+SLICE_BYTES = 256 << 20  # of its scratch: products of slices are slower
 PROGRAMS = 384  # of a product with few rows: almost three a multiprocessor of an H200
 
 
@@ -402,7 +402,7 @@ def unpack(held: Held, first: int, out: Tensor) -> Tensor:
 def product_by_library(x: Tensor, held: Held, out: Tensor) -> Tensor:
     """out[:] = x times the transposed numbers, rounded to x's dtype. Shapes: see packed_gemm.
 
-    Numbers lie in a scratch in between, a slice of the matrix, so that they stay in the L2.
+    Numbers lie in a scratch in between: the whole matrix, or slices of a very large one.
     """
     n, k = len(held[0]), x.shape[1]
     rows = min(n, SLICE_BYTES // (k * x.itemsize))
