@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.interpreted import INTERPRETED, WHY, assembled, compiling
@@ -15,7 +16,15 @@ from worker.ops import packed_triton
 from worker.ops.experts import product_triton
 from worker.ops.experts.product import Finish, expert_products_ref
 from worker.ops.experts.route import new_load, route_ref
-from worker.ops.packed import as_lines, as_packed, bytes_of, packed_product_ref, worth, woven
+from worker.ops.packed import (
+    as_lines,
+    as_packed,
+    bytes_of,
+    packed_product_ref,
+    padded_groups,
+    worth,
+    woven,
+)
 from worker.ops.packed_triton import choose_packed, packed_gemm, product_by_library, unpack
 from worker.ops.product import MAX_PARTIALS
 from worker.ops.scaled import E4M3
@@ -44,6 +53,8 @@ def packed(name: str, *shape: int, seed: int = 1) -> tuple[Any, ...]:
     scales = (sizes.log2().round() + 127).to(kind) if kind == torch.uint8 else sizes.to(kind)
     zeros = torch.randint(0, 16, scales.shape, generator=generator, dtype=torch.uint8)
     factors = torch.rand(*lead, 1, generator=generator) + 0.5
+    if kind == torch.uint8:
+        scales = F.pad(scales, (0, padded_groups(groups) - groups))
     return values, scales, zeros if has_zeros else None, factors if has_factors else None
 
 

@@ -6,7 +6,7 @@ dtype is says what the numbers are:
 
     scales   a number is                            |
     any float  (q - zero) · scale                   zero: 8, or one a group
-    u8 (e8m0)  code · 2^(scale - 127)               code: e2m1, as CODES has them
+    u8 (e8m0)  code · 2^(scale - 127)               code: e2m1, as CODES has them; groups of LINE
     e4m3       code · scale · the row's factor
 
 (q - zero), and code · scale, are exact in bf16. So kernels multiply these and have f32 scales, or
@@ -41,12 +41,14 @@ def worth(
 ) -> Tensor:
     """The numbers, f32 [.., n, 2 · bytes], whose last belong to no column if lines are padded.
 
-    values: u8 [.., n, bytes], whole lines; scales: [.., n, groups]; zeros: u8, of their shape;
+    values: u8 [.., n, bytes], whole lines; scales: [.., n, groups], u8's see padded_groups; zeros:
+    u8, of their shape;
     factors: f32 [.., n, 1].
     """
     is_code = scales.dtype in (torch.uint8, E4M3)
     q = unpacked(woven(values, back=True) if is_code else values)
-    groups = q.unflatten(-1, (scales.shape[-1], -1))
+    groups = q.unflatten(-1, (-1, LINE) if scales.dtype == torch.uint8 else (scales.shape[-1], -1))
+    scales = scales[..., : groups.shape[-2]]
     if scales.dtype == torch.uint8:
         steps = torch.ones_like(scales, dtype=torch.float32).ldexp(scales.int() - E8M0_BIAS)
     else:
@@ -112,6 +114,11 @@ def as_packed(w: Tensor, groups: int, kind: torch.dtype) -> tuple[Tensor, Tensor
     between = (CODES[:7] + CODES[1:8]).to(w.device) / 2
     q = torch.bucketize(parts.abs(), between) + 8 * (parts < 0)
     return woven(_paired(q)), scales.squeeze(-1), factors
+
+
+def padded_groups(groups: int) -> int:
+    """Scales of e8m0 that a row has in memory: whole fours, the last of no columns and zeros."""
+    return -(-groups // 4) * 4
 
 
 def bytes_of(columns: int) -> int:

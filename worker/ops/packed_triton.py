@@ -22,7 +22,7 @@ from worker.ops.jit import (
     triton,
 )
 from worker.ops.norms import swiglu
-from worker.ops.packed import SIGNS, packed_product_ref
+from worker.ops.packed import LINE, SIGNS, packed_product_ref, padded_groups
 from worker.ops.product import MAX_PARTIALS, OWN_ROWS, product, workspace_of
 from worker.ops.scaled import E4M3
 from worker.ops.skinny_triton import AT_ONCE, DTYPES, SkinnyTile, gated_sums, store_sums
@@ -111,17 +111,28 @@ def _numbers(four, dtype, KIND: tl.constexpr):
 
 
 @triton.jit
+def _power(words, place: tl.constexpr, dtype):
+    """2^62 times the power of two whose e8m0 is in a byte of 32 bits."""
+    bits = (words >> (8 * place) & 255) * 128 + 62 * 128
+    return _of_bits(bits.to(tl.uint16), dtype)  # pyright: ignore
+
+
+@triton.jit
 def _steps(
     scales, rows, begin, K, dtype, COLS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr
 ):
     """What codes of e2m1 in columns from `begin` on are multiplied by, [rows, COLS]."""
     NUM: tl.constexpr = COLS // GROUP
-    at = begin // GROUP + tl.arange(0, NUM)[None, :]
-    spot, inside = scales + rows[:, None] * (K // GROUP) + at, at < K // GROUP
-    if KIND == 1:  # a power of two: the bits of an exponent
-        bits = tl.load(spot, mask=inside, other=0).to(tl.uint16)
-        found = _of_bits((bits << 7) + (62 << 7), dtype)  # pyright: ignore
+    if KIND == 1:  # powers of two, the bits of exponents, of which a word has four
+        at = begin // 128 + tl.arange(0, COLS // 128)[None, :]
+        width = (K + 127) // 128
+        words = tl.load(scales + rows[:, None] * width + at, mask=at < width, other=0)
+        pair = tl.join(_power(words, 0, dtype), _power(words, 2, dtype))  # pyright: ignore
+        other = tl.join(_power(words, 1, dtype), _power(words, 3, dtype))  # pyright: ignore
+        found = tl.reshape(tl.join(pair, other), (rows.shape[0], NUM))
     else:
+        at = begin // GROUP + tl.arange(0, NUM)[None, :]
+        spot, inside = scales + rows[:, None] * (K // GROUP) + at, at < K // GROUP
         BIAS: tl.constexpr = BIAS_BF16 if dtype == tl.bfloat16 else BIAS_F16
         found = tl.load(spot, mask=inside, other=0.0).to(tl.float32 if INTERPRETED else dtype)
         found *= BIAS
@@ -342,7 +353,16 @@ def choose_packed(m: int, n: int, k: int, *, product_follows: bool = False) -> S
 def steps_of(scales: Tensor, k: int) -> tuple[int, int]:
     """(KIND, GROUP); scales: [.., groups] of k columns."""
     kind, groups = KINDS.get(scales.dtype, INTEGERS), scales.shape[-1]
+    if scales.dtype == torch.uint8:
+        assert groups == padded_groups(k // LINE)
+        return kind, LINE
     return kind, 0 if groups == 1 and kind == INTEGERS else k // groups
+
+
+def words_of(scales: Tensor | None) -> Tensor | None:
+    """As kernels load them: e8m0 by fours, as loads of fewer bytes are not overlapped."""
+    is_power = scales is not None and scales.dtype == torch.uint8
+    return scales.view(torch.int32) if is_power else scales
 
 
 def takes(x: Tensor, scales: Tensor) -> bool:
@@ -373,7 +393,7 @@ def packed_gemm(
     assert not gated or tile.gates(n)
     steps, num_blocks = -(-k // (tile.block_k * tile.split)), max(1, tile.block_k // BLOCK_K)
     _packed_gemm_kernel[(tile.num_tiles(n), tile.split, -(-m // tile.block_m))](
-        x, values.view(torch.uint16), scales, zeros, factors, out, workspace.partial,
+        x, values.view(torch.uint16), words_of(scales), zeros, factors, out, workspace.partial,
         workspace.arrivals, m, n // 2 if gated else n, k, x.stride(0), out.stride(0),
         **overlap(
             x, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k // num_blocks,
@@ -391,7 +411,7 @@ def unpack(held: Held, first: int, out: Tensor) -> Tensor:
     (kind, group), (block_n, block_k) = steps_of(scales, k), UNPACKED
     grain = min(block_k, group & -group) if group else block_k
     _unpack_kernel[(-(-rows // block_n), -(-k // block_k))](
-        values.view(torch.uint16), scales, zeros, factors, out, first + rows, k, first,
+        values.view(torch.uint16), words_of(scales), zeros, factors, out, first + rows, k, first,
         **overlap(
             out, BLOCK_N=block_n, BLOCK_K=block_k, KIND=kind, GROUP=group, GRAIN=grain, num_warps=4
         ),

@@ -19,7 +19,14 @@ from worker.ops.experts.route import Routes
 from worker.ops.jit import INTERPRETED, enter, overlap, power_of_two, tl, triton
 from worker.ops.norms_triton import silu_and_mul
 from worker.ops.packed import bytes_of
-from worker.ops.packed_triton import multiply_packed, scale_at, steps_of, takes, whole_sums
+from worker.ops.packed_triton import (
+    multiply_packed,
+    scale_at,
+    steps_of,
+    takes,
+    whole_sums,
+    words_of,
+)
 from worker.ops.scaled import E4M3, strides_of
 from worker.ops.scaled_triton import eight_bits_triton
 
@@ -41,13 +48,27 @@ _TABLE: dict[int, tuple[tuple[int, int, int, int], tuple[int, int, int, int]]] =
     64: ((64, 128, 4, 3), (128, 64, 4, 4)),
     128: ((128, 64, 8, 3), (128, 64, 4, 3)),
 }
+# In four bits, on an H200: most tokens -> the same.
+_FOUR: dict[int, tuple[tuple[int, int, int, int], tuple[int, int, int, int]]] = {
+    16: ((64, 128, 4, 3), (128, 128, 4, 3)),
+    32: ((128, 128, 4, 3), (64, 128, 4, 3)),
+    64: ((64, 128, 4, 3), (128, 128, 8, 3)),
+    128: ((128, 128, 8, 3), (128, 128, 8, 3)),
+}
+FEW_ROWS, FEW_TILE = 8, (64, 256, 4, 3)  # of all experts, whose programs leave multiprocessors idle
 # In eight bits, on an H200: most tokens -> (rows, num_warps, num_stages).
 _EIGHT: dict[int, tuple[int, int, int]] = {16: (128, 8, 4), 32: (64, 4, 6), 64: (128, 4, 4)}
 
 
 @cache
 def choose(
-    num_tokens: int, top_k: int, num_experts: int, *, gated: bool, eight: bool = False
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    *,
+    gated: bool,
+    eight: bool = False,
+    four: bool = False,
 ) -> Tile:
     """The tile for so many tokens, of which an expert has its even share up to twice."""
     share = power_of_two(max(1, 2 * num_tokens * top_k // num_experts))
@@ -55,7 +76,10 @@ def choose(
     if eight:
         rows, num_warps, num_stages = _EIGHT[tokens]
         return Tile(tokens, rows, SCALE_BLOCK, num_warps, num_stages)
-    shapes = next(shapes for most, shapes in _TABLE.items() if tokens <= most)
+    if four and num_tokens * top_k <= FEW_ROWS:
+        return Tile(tokens, *FEW_TILE)
+    table = _FOUR if four else _TABLE
+    shapes = next(shapes for most, shapes in table.items() if tokens <= most)
     return Tile(tokens, *shapes[not gated])
 
 
@@ -222,7 +246,7 @@ class _Stack(NamedTuple):
         assert w.is_contiguous()
         assert bias is None or (bias.is_contiguous() and bias.shape == w.shape[:2])
         gated, top_k = columns < rows, routes.ids.shape[1]
-        tile = choose(n, top_k, count, gated=gated, eight=scales is not None)
+        tile = choose(n, top_k, count, gated=gated, eight=scales is not None, four=bool(packed))
         num_items = min(num_rows, num_rows // tile.tokens + min(count, num_rows))
         num_tiles = -(-columns // (tile.rows // 2 if gated else tile.rows))
         of_rows, of_columns, strides = None, 0, (0, 0, 0)
@@ -230,9 +254,11 @@ class _Stack(NamedTuple):
             x, of_rows = eight_bits_triton(x)
             of_columns, strides = of_rows.stride(1), (scales.stride(0), *strides_of(scales[0]))
         kind, group = steps_of(packed[0], k) if packed else (-1, 0)
-        held, zeros, factors = packed or (scales, None, None)
+        held, zeros, factors = (
+            (words_of(packed[0]), *packed[1:]) if packed else (scales, None, None)
+        )
         _grouped_kernel[(num_items * num_tiles,)](
-            x, of_rows, w.view(torch.uint16) if packed else w, held, zeros, factors, bias,
+            x, of_rows, w.view(torch.uint16) if packed else w, words_of(held), zeros, factors, bias,
             routes.weights, routes.starts, routes.order, out, columns, k, x.stride(0), num_tiles,
             of_columns, *strides,
             **overlap(
