@@ -222,12 +222,17 @@ if INTERPRETED:
             assert torch.equal(tiled(others, held, 64)[row], alone[row])
 
     @pytest.mark.parametrize(
-        "name", ["awq", *in_whole(("mxfp4",), ("int4",), ("rows",), ("nvfp4",))]
+        ("name", "n"),
+        [
+            ("awq", 5),
+            ("mxfp4", 40),
+            *in_whole(*((name, n) for name in NUMBERS for n in (3, 5, 40))),
+        ],
     )
     @pytest.mark.filterwarnings("ignore:overflow")  # numpy's, of exp
-    def test_experts_equal_the_definition(name: str) -> None:
+    def test_experts_equal_the_definition(name: str, n: int) -> None:
         dtype = F16 if name != "mxfp4" else BF16
-        x, routes, up, down = experts(name, 5, dtype)
+        x, routes, up, down = experts(name, n, dtype)
         for more in ({}, {"finish": as_gpt_oss(dtype)}):
             found = products(x, routes, up, down, product_triton.expert_products_triton, **more)
             assert near(found, products(x, routes, up, down, **more), 2**-5)

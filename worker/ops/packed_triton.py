@@ -123,9 +123,14 @@ def _steps(
 ):
     """What codes of e2m1 in columns from `begin` on are multiplied by, [rows, COLS]."""
     NUM: tl.constexpr = COLS // GROUP
-    if KIND == 1:  # powers of two, the bits of exponents, of which a word has four
-        at = begin // 128 + tl.arange(0, COLS // 128)[None, :]
-        width = (K + 127) // 128
+    if KIND == 1 and COLS == 64:  # powers of two, the bits of exponents: two of a word's four
+        at, width = begin // 64 + tl.arange(0, 1)[None, :], (K + 127) // 128 * 2
+        spot = scales.to(tl.pointer_type(tl.uint16)) + rows[:, None] * width + at
+        two = tl.load(spot, mask=at < width, other=0).to(tl.int32)
+        found = tl.join(_power(two, 0, dtype), _power(two, 1, dtype))  # pyright: ignore
+        found = tl.reshape(found, (rows.shape[0], NUM))
+    elif KIND == 1:
+        at, width = begin // 128 + tl.arange(0, COLS // 128)[None, :], (K + 127) // 128
         words = tl.load(scales + rows[:, None] * width + at, mask=at < width, other=0)
         pair = tl.join(_power(words, 0, dtype), _power(words, 2, dtype))  # pyright: ignore
         other = tl.join(_power(words, 1, dtype), _power(words, 3, dtype))  # pyright: ignore
@@ -141,18 +146,6 @@ def _steps(
 
 
 @triton.jit
-def scale_at(scales, rows, begin, K, COLS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr):
-    """f32 [rows], the scales of integers in COLS columns from `begin` on; nothing where codes or
-    several groups are there."""
-    if KIND != 0 or GROUP % COLS:
-        return begin * 1.0
-    else:
-        group, num_groups = begin // GROUP if GROUP else begin * 0, K // GROUP if GROUP else 1
-        spot = scales + rows * num_groups + group
-        return tl.load(spot, mask=group < num_groups, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def whole_sums(acc, dtype, KIND: tl.constexpr):
     """What multiply_packed has added up in `acc`."""
     REST: tl.constexpr = REST_BF16 if dtype == tl.bfloat16 else REST_F16
@@ -161,58 +154,51 @@ def whole_sums(acc, dtype, KIND: tl.constexpr):
 
 @triton.jit
 def _plus(
-    acc, numbers, x_at, here, rows, begin, scale, scales, zeros, K, dtype,
+    acc, numbers, x_at, here, rows, begin, scales, zeros, K, dtype,
     COLS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """acc + numbers [rows, COLS] times x transposed; integers', by groups, lack zero and scale."""
     if KIND == 0 and GROUP % COLS:
         HALF: tl.constexpr = COLS // 2
         low, high = tl.split(tl.permute(tl.reshape(numbers, (acc.shape[0], 2, HALF)), (0, 2, 1)))
-        scale = scale_at(scales, rows, begin, K, HALF, KIND, GROUP)  # pyright: ignore
         acc = _plus(  # pyright: ignore
-            acc, low, x_at, here, rows, begin, scale, scales, zeros, K, dtype, HALF, KIND, GROUP,
-            EVEN_K,
-        )  # fmt: skip
+            acc, low, x_at, here, rows, begin, scales, zeros, K, dtype, HALF, KIND, GROUP, EVEN_K
+        )
         begin += HALF
-        scale = scale_at(scales, rows, begin, K, HALF, KIND, GROUP)  # pyright: ignore
         return _plus(  # pyright: ignore
-            acc, high, x_at, here, rows, begin, scale, scales, zeros, K, dtype, HALF, KIND, GROUP,
-            EVEN_K,
-        )  # fmt: skip
+            acc, high, x_at, here, rows, begin, scales, zeros, K, dtype, HALF, KIND, GROUP, EVEN_K
+        )
     else:
         at = begin + tl.arange(0, COLS)[None, :]
         x_tile = tl.load(x_at + at, mask=here if EVEN_K else here & (at < K), other=0.0)
         sums = acc
         if KIND == 0:
+            group, num_groups = begin // GROUP if GROUP else begin * 0, K // GROUP if GROUP else 1
+            of_group, there = rows * num_groups + group, group < num_groups
             if zeros is None:  # a constant tensor would send the numbers through shared memory
                 EIGHT: tl.constexpr = 136.0 if dtype == tl.bfloat16 else 1032.0  # pyright: ignore
                 numbers -= EIGHT
             else:
-                group, num_groups = (
-                    begin // GROUP if GROUP else begin * 0,
-                    K // GROUP if GROUP else 1,
-                )
-                spot = zeros + rows * num_groups + group
-                zero = tl.load(spot, mask=group < num_groups, other=8)
+                zero = tl.load(zeros + of_group, mask=there, other=8)
                 numbers -= _plus_power(zero, dtype)[:, None]  # pyright: ignore
+            scale = tl.load(scales + of_group, mask=there, other=0.0).to(tl.float32)[:, None]
             sums = tl.zeros(acc.shape, tl.float32)
         if INTERPRETED:
             numbers, x_tile = numbers.to(tl.float32), x_tile.to(tl.float32)
         sums = tl.dot(numbers, tl.trans(x_tile), sums)
-        return acc + sums * scale[:, None] if KIND == 0 else sums  # pyright: ignore
+        return acc + sums * scale if KIND == 0 else sums  # pyright: ignore
 
 
 @triton.jit
 def multiply_packed(
-    acc, x_at, here, rows, begin, scale, values, scales, zeros, K, dtype,
+    acc, x_at, here, rows, begin, values, scales, zeros, K, dtype,
     BLOCK_K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """acc + the numbers of `rows` of BLOCK_K columns from `begin` on, times x transposed.
 
     acc: f32 [rows, tokens], see whole_sums; x_at: [tokens, 1], of columns 0; here: [tokens, 1],
-    which there are; scale: of scale_at, loaded a block before its use, as Triton overlaps no loads
-    of so few bytes; values: u16, two bytes of packed.worth's; scales, zeros: see there; GROUP: 0
-    for one of a row.
+    which there are; values: u16, two bytes of packed.worth's; scales, zeros: see there, scales of
+    u8 by words_of; GROUP: 0 for one of a row.
     """
     at = begin // 4 + tl.arange(0, BLOCK_K // 4)[None, :]
     stride = (K + 31) // 32 * 8
@@ -222,9 +208,8 @@ def multiply_packed(
     if KIND != 0:
         numbers *= _steps(scales, rows, begin, K, dtype, BLOCK_K, KIND, GROUP)  # pyright: ignore
     return _plus(  # pyright: ignore
-        acc, numbers, x_at, here, rows, begin, scale, scales, zeros, K, dtype, BLOCK_K, KIND,
-        GROUP, EVEN_K,
-    )  # fmt: skip
+        acc, numbers, x_at, here, rows, begin, scales, zeros, K, dtype, BLOCK_K, KIND, GROUP, EVEN_K
+    )
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -251,8 +236,6 @@ def _packed_gemm_kernel(
     here = (tokens < M)[:, None]
     x_rows = x + tokens[:, None] * stride_x
     dtype = out.dtype.element_ty
-    first = part * (STEPS * BLOCKS * BLOCK_K)
-    scale = scale_at(scales, rows, first, K, BLOCK_K, KIND, GROUP)  # pyright: ignore
     if PDL:  # the first two lines of all rows are on their way before x is there
         stride = (K + 31) // 32 * 8
         line = tl.minimum(part * (STEPS * BLOCKS * BLOCK_K // 4) + tl.arange(0, 2) * 64, stride - 8)
@@ -265,15 +248,10 @@ def _packed_gemm_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         for block in tl.static_range(BLOCKS):
-            begin = first + (step * BLOCKS + block) * BLOCK_K
-            following = scale_at(  # pyright: ignore
-                scales, rows, begin + BLOCK_K, K, BLOCK_K, KIND, GROUP
-            )
             acc = multiply_packed(  # pyright: ignore
-                acc, x_rows, here, rows, begin, scale, values, scales, zeros, K, dtype, BLOCK_K,
-                KIND, GROUP, EVEN_K,
+                acc, x_rows, here, rows, ((part * STEPS + step) * BLOCKS + block) * BLOCK_K,
+                values, scales, zeros, K, dtype, BLOCK_K, KIND, GROUP, EVEN_K,
             )  # fmt: skip
-            scale = following
     acc = whole_sums(acc, dtype, KIND)  # pyright: ignore
     if LATE and PDL:
         gdc_launch_dependents()
@@ -361,8 +339,10 @@ def steps_of(scales: Tensor, k: int) -> tuple[int, int]:
 
 def words_of(scales: Tensor | None) -> Tensor | None:
     """As kernels load them: e8m0 by fours, as loads of fewer bytes are not overlapped."""
-    is_power = scales is not None and scales.dtype == torch.uint8
-    return scales.view(torch.int32) if is_power else scales
+    is_other = scales is None or scales.dtype != torch.uint8
+    if scales is None or scales.dtype != torch.uint8:
+        return scales
+    return scales.view(torch.int32)
 
 
 def takes(x: Tensor, scales: Tensor) -> bool:

@@ -19,14 +19,7 @@ from worker.ops.experts.route import Routes
 from worker.ops.jit import INTERPRETED, enter, overlap, power_of_two, tl, triton
 from worker.ops.norms_triton import silu_and_mul
 from worker.ops.packed import bytes_of
-from worker.ops.packed_triton import (
-    multiply_packed,
-    scale_at,
-    steps_of,
-    takes,
-    whole_sums,
-    words_of,
-)
+from worker.ops.packed_triton import multiply_packed, steps_of, takes, whole_sums, words_of
 from worker.ops.scaled import E4M3, strides_of
 from worker.ops.scaled_triton import eight_bits_triton
 
@@ -48,38 +41,32 @@ _TABLE: dict[int, tuple[tuple[int, int, int, int], tuple[int, int, int, int]]] =
     64: ((64, 128, 4, 3), (128, 64, 4, 4)),
     128: ((128, 64, 8, 3), (128, 64, 4, 3)),
 }
-# In four bits, on an H200: most tokens -> the same.
-_FOUR: dict[int, tuple[tuple[int, int, int, int], tuple[int, int, int, int]]] = {
+# In four bits, on an H200: the same where it differs, and for so few rows of all experts that
+# programs leave multiprocessors idle.
+_FOUR = _TABLE | {
     16: ((64, 128, 4, 3), (128, 128, 4, 3)),
     32: ((128, 128, 4, 3), (64, 128, 4, 3)),
-    64: ((64, 128, 4, 3), (128, 128, 8, 3)),
-    128: ((128, 128, 8, 3), (128, 128, 8, 3)),
 }
-FEW_ROWS, FEW_TILE = 8, (64, 256, 4, 3)  # of all experts, whose programs leave multiprocessors idle
+_FEW_ROWS, _FEW = 8, (64, 256, 4, 3)
 # In eight bits, on an H200: most tokens -> (rows, num_warps, num_stages).
 _EIGHT: dict[int, tuple[int, int, int]] = {16: (128, 8, 4), 32: (64, 4, 6), 64: (128, 4, 4)}
 
 
 @cache
 def choose(
-    num_tokens: int,
-    top_k: int,
-    num_experts: int,
-    *,
-    gated: bool,
-    eight: bool = False,
+    num_tokens: int, top_k: int, num_experts: int, *, gated: bool, eight: bool = False,
     four: bool = False,
-) -> Tile:
+) -> Tile:  # fmt: skip
     """The tile for so many tokens, of which an expert has its even share up to twice."""
     share = power_of_two(max(1, 2 * num_tokens * top_k // num_experts))
     tokens = min(max(16, share), max(_EIGHT if eight else _TABLE))
     if eight:
         rows, num_warps, num_stages = _EIGHT[tokens]
         return Tile(tokens, rows, SCALE_BLOCK, num_warps, num_stages)
-    if four and num_tokens * top_k <= FEW_ROWS:
-        return Tile(tokens, *FEW_TILE)
-    table = _FOUR if four else _TABLE
-    shapes = next(shapes for most, shapes in table.items() if tokens <= most)
+    if four and num_tokens * top_k <= _FEW_ROWS:
+        return Tile(tokens, *_FEW)
+    table = sorted((_FOUR if four else _TABLE).items())
+    shapes = next(shapes for most, shapes in table if tokens <= most)
     return Tile(tokens, *shapes[not gated])
 
 
@@ -162,15 +149,12 @@ def _grouped_kernel(
         row_at = of_rows + source
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     dtype = out.dtype.element_ty
-    ahead = scale_at(scales, numbers, 0, K, BLOCK_K, KIND, GROUP) if KIND >= 0 else acc
     for begin in tl.range(0, STEPS * BLOCK_K, BLOCK_K, num_stages=STAGES):
         if KIND >= 0:
-            following = scale_at(scales, numbers, begin + BLOCK_K, K, BLOCK_K, KIND, GROUP)
             acc = multiply_packed(
-                acc, x_rows, here[:, None], numbers, begin, ahead, w, scales, zeros, K, dtype,
+                acc, x_rows, here[:, None], numbers, begin, w, scales, zeros, K, dtype,
                 BLOCK_K, KIND, GROUP, EVEN_K,
             )  # fmt: skip
-            ahead = following
             w_tile, x_tile = acc, acc  # they are loaded there
         elif EVEN_K:
             w_tile = tl.load(w_at)
@@ -254,9 +238,7 @@ class _Stack(NamedTuple):
             x, of_rows = eight_bits_triton(x)
             of_columns, strides = of_rows.stride(1), (scales.stride(0), *strides_of(scales[0]))
         kind, group = steps_of(packed[0], k) if packed else (-1, 0)
-        held, zeros, factors = (
-            (words_of(packed[0]), *packed[1:]) if packed else (scales, None, None)
-        )
+        held, zeros, factors = packed or (scales, None, None)
         _grouped_kernel[(num_items * num_tiles,)](
             x, of_rows, w.view(torch.uint16) if packed else w, words_of(held), zeros, factors, bias,
             routes.weights, routes.starts, routes.order, out, columns, k, x.stride(0), num_tiles,
