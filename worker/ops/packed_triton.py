@@ -339,7 +339,6 @@ def steps_of(scales: Tensor, k: int) -> tuple[int, int]:
 
 def words_of(scales: Tensor | None) -> Tensor | None:
     """As kernels load them: e8m0 by fours, as loads of fewer bytes are not overlapped."""
-    is_other = scales is None or scales.dtype != torch.uint8
     if scales is None or scales.dtype != torch.uint8:
         return scales
     return scales.view(torch.int32)
