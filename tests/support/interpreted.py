@@ -95,6 +95,14 @@ def asm_of(
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
 
 
+def assembled(ptx: str) -> str:
+    """What the assembler says of PTX for an sm_90."""
+    from triton import knobs
+
+    made = [knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", "-o", os.devnull, "/dev/stdin"]
+    return subprocess.run(made, input=ptx, capture_output=True, text=True, check=True).stderr
+
+
 @contextmanager
 def compiling(module: Any, *only: str) -> Iterator[dict[str, str]]:
     """Launches of the module's kernels are compiled for sm_90 instead; PTX by kernel."""

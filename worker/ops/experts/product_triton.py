@@ -37,7 +37,7 @@ from worker.ops.jit import (
 )
 from worker.ops.norms_triton import silu_and_mul
 from worker.ops.packed import bytes_of
-from worker.ops.packed_triton import multiply_packed, steps_of, takes
+from worker.ops.packed_triton import multiply_packed, steps_of, takes, whole_sums, words_of
 from worker.ops.scaled import E4M3, strides_of
 from worker.ops.scaled_triton import eight_bits_triton
 
@@ -68,6 +68,13 @@ TAIL = 64
 # Of many tokens, of matrices in 16 bits on sm_90, gated and not: on an H200, where a prompt of 2048
 # tokens of V2-Lite takes 314 and 163 us a layer (with pointers 361 and 184).
 _BOXED = Tile(128, 256, 64, 8, 4, TAIL, is_boxed=True)
+# In four bits, on an H200: the same where it differs, and for so few rows of all experts that
+# programs leave multiprocessors idle.
+_FOUR = _TABLE | {
+    16: ((64, 128, 4, 3), (128, 128, 4, 3)),
+    32: ((128, 128, 4, 3), (64, 128, 4, 3)),
+}
+_FEW_ROWS, _FEW = 8, (64, 256, 4, 3)
 # In eight bits, on an H200: most tokens -> (rows, num_warps, num_stages).
 _EIGHT: dict[int, tuple[int, int, int]] = {16: (128, 8, 4), 32: (64, 4, 6), 64: (128, 4, 4)}
 
@@ -87,7 +94,10 @@ def choose(
         return Tile(tokens, rows, SCALE_BLOCK, num_warps, num_stages)
     if kind == "boxed" and tokens == _BOXED.tokens:
         return replace(_BOXED, tail=0) if gated and share > 8 * TAIL else _BOXED
-    shapes = next(shapes for most, shapes in _TABLE.items() if tokens <= most)
+    if kind == "packed" and num_tokens * top_k <= _FEW_ROWS:
+        return Tile(tokens, *_FEW)
+    table = sorted((_FOUR if kind == "packed" else _TABLE).items())
+    shapes = next(shapes for most, shapes in table if tokens <= most)
     return Tile(tokens, *shapes[not gated], TAIL if tokens > TAIL and kind != "packed" else 0)
 
 
@@ -124,8 +134,9 @@ def _rows_of_item(
     stride_column, stride_expert, stride_rows, stride_blocks, shared, number, boxes,
     expert, first, end, tile, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GATED: tl.constexpr, GRAIN: tl.constexpr, STAGES: tl.constexpr,
-    EVEN_K: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
-    GAIN: tl.constexpr, PLUS: tl.constexpr, LIMIT: tl.constexpr, SHARED: tl.constexpr,
+    STEPS: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr,
+    GROUP: tl.constexpr, GAIN: tl.constexpr, PLUS: tl.constexpr, LIMIT: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     """What a program of _grouped_kernel computes: up to BLOCK_T rows of tokens from `first` on.
 
@@ -166,11 +177,12 @@ def _rows_of_item(
         row_at = of_rows + source
     acc = tl.zeros((BLOCK_N if boxes is None else WIDTH, BLOCK_T), tl.float32)
     of_up, box = acc, expert * height + tile * WIDTH
-    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+    dtype = out.dtype.element_ty
+    for begin in tl.range(0, STEPS * BLOCK_K, BLOCK_K, num_stages=STAGES):
         if KIND >= 0:
             acc = multiply_packed(
-                acc, x_rows, here[:, None], numbers, begin, w, scales, zeros, K,
-                out.dtype.element_ty, BLOCK_K, KIND, GROUP, EVEN_K,
+                acc, x_rows, here[:, None], numbers, begin, w, scales, zeros, K, dtype,
+                BLOCK_K, KIND, GROUP, EVEN_K,
             )  # fmt: skip
             w_tile, x_tile = acc, acc  # they are loaded there
         elif boxes is not None:
@@ -203,11 +215,12 @@ def _rows_of_item(
                 of_up = tl.dot(up_tile, tl.trans(x_tile), of_up, input_precision="ieee")
         w_at += BLOCK_K
         x_at += BLOCK_K
+    if KIND >= 0:
+        acc = whole_sums(acc, dtype, KIND)
     if factors is not None:
         acc *= tl.load(factors + numbers)[:, None]
     if bias is not None:
         acc += tl.load(bias + numbers).to(tl.float32)[:, None]
-    dtype = out.dtype.element_ty
     cols = tile * WIDTH + tl.arange(0, WIDTH)
     if GATED:
         if boxes is not None:
@@ -233,9 +246,9 @@ def _grouped_kernel(
     num_tiles, stride_column, stride_expert, stride_rows, stride_blocks, shared, num_tokens, boxes,
     COUNT: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, TAIL: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr, GRAIN: tl.constexpr,
-    STAGES: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, KIND: tl.constexpr,
-    GROUP: tl.constexpr, GAIN: tl.constexpr, PLUS: tl.constexpr, LIMIT: tl.constexpr,
-    SHARED: tl.constexpr,
+    STAGES: tl.constexpr, STEPS: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, GAIN: tl.constexpr, PLUS: tl.constexpr,
+    LIMIT: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Grid ((SHARED + items) · tiles of weights).
 
@@ -268,14 +281,14 @@ def _grouped_kernel(
             x, of_rows, w, scales, zeros, factors, bias, weights, order, out, N, K, stride_x,
             stride_column, stride_expert, stride_rows, stride_blocks, shared, item,
             boxes, expert, first, end, tile, TOP_K, TAIL, BLOCK_N, BLOCK_K, GATED, GRAIN, STAGES,
-            EVEN_K, PDL, KIND, GROUP, GAIN, PLUS, LIMIT, SHARED,
+            STEPS, EVEN_K, PDL, KIND, GROUP, GAIN, PLUS, LIMIT, SHARED,
         )  # fmt: skip
     else:
         _rows_of_item(  # pyright: ignore
             x, of_rows, w, scales, zeros, factors, bias, weights, order, out, N, K, stride_x,
             stride_column, stride_expert, stride_rows, stride_blocks, shared, item,
             boxes, expert, first, end, tile, TOP_K, BLOCK_T, BLOCK_N, BLOCK_K, GATED, GRAIN, STAGES,
-            EVEN_K, PDL, KIND, GROUP, GAIN, PLUS, LIMIT, SHARED,
+            STEPS, EVEN_K, PDL, KIND, GROUP, GAIN, PLUS, LIMIT, SHARED,
         )  # fmt: skip
 
 
@@ -338,12 +351,13 @@ class _Stack(NamedTuple):
         steps, group = steps_of(packed[0], k) if packed else (-1, 0)
         held, zeros, factors = packed or (scales, None, None)
         _grouped_kernel[(num_items * num_tiles,)](
-            x, of_rows, w.view(torch.uint16) if packed else w, held, zeros, factors, bias,
+            x, of_rows, w.view(torch.uint16) if packed else w, words_of(held), zeros, factors, bias,
             routes.weights, routes.starts, routes.order, out, columns, k, x.stride(0), num_tiles,
             of_columns, *strides, shared, n, boxes,
             **overlap(
                 x, COUNT=count, TOP_K=top_k, BLOCK_T=tile.tokens, BLOCK_N=tile.rows,
                 TAIL=tile.tail or tile.tokens, BLOCK_K=tile.block_k, GATED=gated,
+                STEPS=-(-k // tile.block_k),
                 EVEN_K=k % tile.block_k == 0,
                 GRAIN=0 if scales is None else rows // scales.shape[1],
                 STAGES=None if held is None else tile.num_stages,
