@@ -337,7 +337,7 @@ else:
 
     ONE_HAS_ALL: Case = (40, (16, 1, (0, 16)), (64, 32), torch.float32, False, "plain")
     # With weights in boxes.
-    MORE_THAN_A_TAIL: Case = (100, (6, 3, (0, 6)), (64, 64), torch.bfloat16, False, "plain")
+    MORE_THAN_A_TAIL: Case = (240, (6, 1, (0, 6)), (64, 64), torch.bfloat16, False, "plain")
     FEW = (
         "padding is counted",
         "gate and up are exchanged",

@@ -1,6 +1,7 @@
 """A layer's experts in the place of its feed-forward; worker.ops.experts has their kernels."""
 
 import re
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,8 +71,9 @@ class Experts(nn.Module):
         self.shared_gate = None
         if shared is not None and names.shared_gate:
             self.shared_gate = ReplicatedLinear(size, 1, placement.plain, bias=False)
-        elif shared is not None and (pair := shared.pair) and self.gate_up.carries(pair):
-            self.gate_up.shared = pair
+        elif shared is not None:
+            pair: Any = shared.pair
+            self.gate_up.shared = pair if pair and self.gate_up.carries(pair) else None
 
     def forward(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """hidden: [n, hidden_size], of the step's tokens with these numbers; None: of all."""
