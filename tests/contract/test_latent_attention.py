@@ -17,7 +17,12 @@ from tests.support.interpreted import INTERPRETED, WHY, asm_of, compiling, other
 from tests.support.pairwise import every, in_whole, one_in, pairwise, whole
 from worker.attention.base import AttentionShape
 from worker.attention.build import build_attentions
-from worker.attention.latent import LatentNorm, latent_rope_store_ref
+from worker.attention.latent import (
+    LatentNorm,
+    latent_absorb_store_ref,
+    latent_rope_store_ref,
+    latent_values_ref,
+)
 from worker.attention.qk_rope_store import Rotation
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
@@ -206,9 +211,14 @@ class Store:
     dtype: torch.dtype
 
     def run(
-        self, store: Any, *, in_place: bool = False, device: torch.device = CPU
+        self,
+        store: Any,
+        *,
+        in_place: bool = False,
+        absorbs: bool = False,
+        device: torch.device = CPU,
     ) -> tuple[Tensor, Tensor]:
-        """(queries with rotated ends, pages) of an implementation."""
+        """(queries with rotated ends, or absorbed ones; pages) of an implementation."""
         value, rope = self.dims
         generator = torch.Generator().manual_seed(3)
         wide = torch.randn(5, self.heads, value + rope, generator=generator).to(self.dtype)
@@ -223,11 +233,13 @@ class Store:
             x.to(device) for x in (wide, latents, slots, positions, table, pages)
         )
         norm = LatentNorm(norm.weight.to(device), norm.eps)
+        stored = Rotation(table, positions), norm, pages[:, :, 1], slots
+        if absorbs:  # heads have 24 numbers before those that turn
+            keys = torch.randn(self.heads, 24, value, generator=generator) * 24**-0.5
+            keys = keys.to(device, self.dtype)
+            return store(wide[..., value - 24 :], latents[:, : value + rope], *stored, keys), pages
         out = wide if in_place else torch.full_like(wide, 9.0)
-        store(
-            wide[..., value:], latents[:, : value + rope], Rotation(table, positions), norm,
-            pages[:, :, 1], slots, out[..., value:],
-        )  # fmt: skip
+        store(wide[..., value:], latents[:, : value + rope], *stored, out[..., value:])
         return out, pages
 
 
@@ -287,6 +299,35 @@ if INTERPRETED:
     def test_the_kernel_stores_as_its_definition(of: Store, in_place: bool) -> None:
         check_store(of, latent_triton, in_place)
 
+    @pytest.mark.parametrize("of", [Store(*each) for each in STORES], ids=str)
+    def test_the_kernel_absorbs_as_its_definition(of: Store) -> None:
+        check_absorbed(of, latent_triton)
+
+    def check_absorbed(of: Store, kernels: Any) -> None:
+        got = of.run(kernels.latent_absorb_store_triton, absorbs=True)
+        wanted = of.run(latent_absorb_store_ref, absorbs=True)
+        bound = 1e-6 if of.dtype == torch.float32 else 0.024
+        for one, other in zip(got, wanted, strict=True):
+            assert (one.float() - other.float()).abs().max() <= bound * other.float().abs().max()
+        assert torch.equal(got[1] == 7.0, wanted[1] == 7.0)
+
+    @pytest.mark.parametrize(
+        ("num_tokens", "heads", "sizes", "dtype"),
+        [(1, 4, (24, 32), torch.float32), (17, 3, (40, 512), torch.bfloat16)],
+    )
+    def test_the_kernel_makes_values_as_its_definition(num_tokens, heads, sizes, dtype) -> None:
+        check_values(latent_triton, num_tokens, heads, sizes, dtype)
+
+    def check_values(
+        kernels: Any, num_tokens: int, heads: int, sizes: tuple[int, int], dtype: torch.dtype
+    ) -> None:
+        generator = torch.Generator().manual_seed(4)
+        drawn = (num_tokens, heads, sizes[1]), (heads, *sizes)
+        x, values = (torch.randn(size, generator=generator).to(dtype) for size in drawn)
+        got, wanted = kernels.latent_values_triton(x, values), latent_values_ref(x, values)
+        bound = 1e-6 if dtype == torch.float32 else 0.024
+        assert (got.float() - wanted.float()).abs().max() <= bound * wanted.float().abs().max()
+
     def check_store(of: Store, kernels: Any, in_place: bool = False) -> None:
         got = of.run(kernels.latent_rope_store_triton, in_place=in_place)
         wanted = of.run(latent_rope_store_ref, in_place=in_place)
@@ -317,7 +358,16 @@ if INTERPRETED:
         "latents are not normed": ("x = x * tl.rsqrt", "x = x + 0 * tl.rsqrt"),
         "pairs turn backwards": ("first * cos - second", "first * cos + second"),
         "a page has one slot": ("slot % PAGE * (VALUE", "0 * (VALUE"),
-        "halves are pairs": ("source + 1, mask", "source + 8, mask"),
+        "halves are pairs": (
+            "tl.reshape(x, (ROWS, PAIRS, 2))",
+            "tl.permute(tl.reshape(x, (ROWS, 2, PAIRS)), (0, 2, 1))",
+        ),
+        "all heads have the first one's keys": ("(head * NOPE + at)", "at"),
+        "queries are another head's": ("head * stride_q_head - NOPE", "-NOPE"),
+        "all columns are the first": ("product % BLOCKS * COLUMNS", "0"),
+        "values are of the first latents": ("w_at + (begin + BLOCK_K)", "w_at"),
+        "values are the first head's": ("line = head * SIZE +", "line ="),
+        "merged columns are the first": ("of_value = tl.program_id(2) * COLUMNS +", "of_value ="),
     }  # fmt: skip
 
     @pytest.mark.parametrize("mutant", one_in(5, MUTANTS))
@@ -329,7 +379,12 @@ if INTERPRETED:
         def check_all() -> None:
             scene = make([(290, 1), (5, 7), (37, 1)])
             check(scene, made.LatentTriton(scene.pool, scene.shape))
+            scene = make([(290, 1)], 4, (128, 16))
+            check(scene, made.LatentTriton(scene.pool, scene.shape))
             check_store(Store(*STORES[0]), made)
+            for each in STORES:
+                check_absorbed(Store(*each), made)
+            check_values(made, 17, 3, (40, 512), torch.float32)
 
         with pytest.raises((AssertionError, IndexError)):
             check_all()
@@ -360,8 +415,20 @@ else:
                 x[..., 512:], x[:, 0], Rotation(empty(8, 64), ids),
                 LatentNorm(x[0, 0, :512], 1e-6), rows.unsqueeze(1), ids, x[..., 512:],
             )  # fmt: skip
+        with compiling(kernels, "_latent_rope_store_kernel") as ptx:
+            kernels.latent_absorb_store_triton(
+                x[..., 384:], x[:, 0], Rotation(empty(8, 64), ids),
+                LatentNorm(x[0, 0, :512], 1e-6), rows.unsqueeze(1), ids,
+                empty(16, 128, 512, dtype=torch.bfloat16),
+            )  # fmt: skip
+        assert "mma.sync" in ptx["_latent_rope_store_kernel"]
+        with compiling(kernels, "_latent_values_kernel") as ptx:
+            values = empty(16, 128, 512, dtype=torch.bfloat16)
+            kernels.latent_values_triton(x[..., :512].contiguous(), values)
+        assert "mma.sync" in ptx["_latent_values_kernel"]
         types = {"out": "*bf16", "items": "*i32", "counts": "*i32", "partial": "*fp32"}
         sizes = {"BLOCK_M": 16, "VALUE": 512, "HEADS": 16, "SPLITS": 64, "TOGETHER": 8}
+        sizes["COLUMNS"] = 64
         fields = {"FIELDS": kernels.FIELDS, "PDL": True}
         made = asm_of(kernels._merge_kernel, types | {"stats": "*fp32"}, sizes | fields)
         assert "griddepcontrol.wait" in made["ptx"]

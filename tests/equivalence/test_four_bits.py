@@ -278,6 +278,7 @@ DOWN = "model.layers.0.mlp.down_proj."
         ("awq", "scales", lambda x: x[1:].clone(), r"has scales of shape \[64, 5\]"),
         ("awq", "scales", None, "qweight has no scales beside it"),
         ("mxfp4", "weight_scale", lambda x: x.fill_(255), "weight_scale has a 255"),
+        ("mxfp4", "weight_scale", lambda x: x.fill_(193), "193: .* none above 192 is computed"),
         ("int4", "weight_shape", lambda x: x + 9, r"has room for \[64, 192\], weight_shape says"),
     ],
 )

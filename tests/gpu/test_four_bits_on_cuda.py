@@ -7,7 +7,9 @@ import torch
 
 from tests.support.products import noise
 from tests.unit.test_packed_products import BF16, F16, NUMBERS, experts, packed, products
+from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.ops.experts.product import expert_products, expert_products_ref
+from worker.ops.experts.route import new_load, route
 from worker.ops.packed import packed_product, worth
 from worker.ops.packed_triton import takes
 
@@ -30,17 +32,17 @@ def test_every_number_is_that_of_the_definition(name: str, dtype: torch.dtype, m
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_powers_of_two_of_all_sizes_are_kept(name: str) -> None:
-    """Codes and scales of e8m0 that are subnormal in bf16 on their way are not flushed."""
+    """Of e8m0 between 2^-62 and 2^65; codes that are subnormal in bf16 are not flushed."""
     values, scales, *others = packed(name, 64, 128)
     if scales.dtype == torch.uint8:
-        scales = (torch.arange(256).view(64, 4) % 230 + 8).to(torch.uint8)
+        scales = (torch.arange(256).view(64, 4) % 128 + 65).to(torch.uint8)
     held = values, scales, *others
     found = packed_product(torch.eye(128, dtype=BF16).cuda(), *on_gpu(held))
     assert torch.equal(found.cpu(), worth(*held).t().to(BF16))
 
 
 @pytest.mark.parametrize(("name", "dtype"), FORMS)
-@pytest.mark.parametrize("m", [1, 17, 64, 65, 300])
+@pytest.mark.parametrize("m", [1, 17, 64, 65, 300, 600])
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (100, 384)])
 def test_products_are_near_and_rows_depend_on_themselves(
     name: str, dtype: torch.dtype, m: int, n: int, k: int
@@ -51,6 +53,19 @@ def test_products_are_near_and_rows_depend_on_themselves(
     assert ((found - exact).norm(dim=-1) <= 2**-8 * exact.norm(dim=-1)).all()
     if m <= 64 and takes(x, held[1]):
         assert torch.equal(packed_product(x[-1:].contiguous(), *held), found[-1:])
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_row_of_experts_has_the_same_bits_in_any_batch(name: str) -> None:
+    x, _, up, down = experts(name, 300, BF16)
+    x, gate, held = x.cuda(), noise(4, 256, seed=3).cuda(), Held(0, 4)
+    shape, load = ExpertShape(4, 2, 128, renormalizes=True), new_load(held, x.device)
+    alone, *others = (
+        products(x[:n], route(x[:n], gate, None, 0, shape, held, load), on_gpu(up), on_gpu(down),
+                 by=expert_products)
+        for n in (1, 3, 40, 300)
+    )  # fmt: skip
+    assert all(torch.equal(other[:1], alone) for other in others)
 
 
 @pytest.mark.parametrize("name", NUMBERS)

@@ -86,9 +86,21 @@ def asm_of(
         fn=kernel,
         signature=types | dict.fromkeys(constants, "constexpr"),
         constexprs=absent | {at[name]: value for name, value in constants.items()},
-        attrs={path: [["tt.divisibility", 16]] for path in paths if path not in absent},
+        attrs={
+            path: [["tt.divisibility", 16]]
+            for path, each in paths.items()
+            if path not in absent and not each.startswith("tensordesc")
+        },
     )
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+
+
+def assembled(ptx: str) -> str:
+    """What the assembler says of PTX for an sm_90."""
+    from triton import knobs
+
+    made = [knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", "-o", os.devnull, "/dev/stdin"]
+    return subprocess.run(made, input=ptx, capture_output=True, text=True, check=True).stderr
 
 
 @contextmanager
@@ -132,6 +144,8 @@ def type_of(value: Any) -> Any:
         return type(value)(*types) if hasattr(value, "_fields") else types
     if value is None:
         return "constexpr"
+    if hasattr(value, "block_shape"):
+        return f"tensordesc<{type_of(value.base)[1:]}{value.block_shape}>"
     if isinstance(value, Tensor):
         names = {
             torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",

@@ -19,7 +19,13 @@ from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.errors import Unsupported
 from worker.ops import scaled_triton
 from worker.ops.experts import product_triton, route_triton
-from worker.ops.experts.product import PLAIN_FINISH, Finish, expert_products_ref
+from worker.ops.experts.product import (
+    MAX_BESIDE,
+    PLAIN_FINISH,
+    Beside,
+    Finish,
+    expert_products_ref,
+)
 from worker.ops.experts.product_triton import choose, expert_products_triton
 from worker.ops.experts.route import new_load, refuse_others, route_ref
 from worker.ops.experts.route_triton import route_triton as route
@@ -98,7 +104,6 @@ def test_a_bias_counts_in_the_choice_and_a_factor_in_the_weights() -> None:
 def test_no_routing_needs_more_items_than_there_are(num_tokens: int) -> None:
     for num_experts, top_k in ((8, 2), (128, 8), (512, 10)):
         tiles = {choose(num_tokens, top_k, num_experts, gated=gated) for gated in (True, False)}
-        assert len({tile.tokens for tile in tiles}) == 1
         for tile in tiles:
             ring = (tile.tokens + tile.rows) * tile.block_k * 2 * tile.num_stages
             assert ring <= 227 * 1024
@@ -154,6 +159,18 @@ if not INTERPRETED:
             expert_products_triton(x, routes, eight[0], eight[1], held, scales=scales)
         text = ptx["_grouped_kernel"]
         assert re.search(rf"wgmma\S+m64n{columns}k32\.f32\.e4m3\.e4m3", text)
+        assert not re.search(r"\b(st|ld)\.local\b", text)
+
+    def test_weights_of_prompts_come_in_boxes() -> None:
+        shape, held = ExpertShape(8, 2, 64, renormalizes=True), Held(0, 8)
+        x, gate = noise(512, 256).bfloat16(), noise(8, 256).bfloat16()
+        routes = route_ref(x, gate, None, 0, shape, held, new_load(held, CPU))
+        up, down = noise(8, 128, 256).bfloat16(), noise(8, 256, 64).bfloat16()
+        hopper = mock.patch.object(product_triton, "has_dependent_launch", return_value=True)
+        with hopper, compiling(product_triton) as ptx:
+            expert_products_triton(x, routes, up, down, held)
+        text = ptx["_grouped_kernel"]
+        assert "cp.async.bulk.tensor.2d" in text
         assert not re.search(r"\b(st|ld)\.local\b", text)
 
 else:
@@ -215,14 +232,23 @@ else:
         assert torch.equal(got.order[:last], wanted.order[:last])
         with poisoned():
             sums = products.expert_products_triton(padded, got, up, down, held, finish=finish)
-        exact = expert_products_ref(x, wanted, up, down, held, finish=finish)
+        how: dict[str, Any] = {"finish": finish}
+        exact = expert_products_ref(x, wanted, up, down, held, **how)
         assert (sums - exact).abs().max() <= BOUNDS[dtype] * exact.abs().max().clamp_min(1e-3)
         assert not sums[~live].any()
+        if num_tokens <= MAX_BESIDE and finish is PLAIN_FINISH:
+            shared = noise(4 * width, size, dtype=dtype, seed=4), noise(size, 2 * width, seed=5)
+            how = {"beside": Beside(shared[0], shared[1].to(dtype))}
+            with poisoned():
+                sums = products.expert_products_triton(padded, got, up, down, held, **how)
+            exact = expert_products_ref(x, wanted, up, down, held, **how)
+            error = (sums - exact)[live].abs().max()
+            assert error <= BOUNDS[dtype] * exact.abs().max().clamp_min(1e-3)
         if 2 * width % 16 or size % 16:
             return
         eight, scales = zip(*(in_eight_bits(each) for each in (up, down)), strict=True)
         with poisoned():
-            how: Any = {"scales": scales, "finish": finish}
+            how = {"scales": scales, "finish": finish}
             sums = products.expert_products_triton(padded, got, eight[0], eight[1], held, **how)
         exact = expert_products_ref(x, wanted, eight[0], eight[1], held, **how)
         assert (sums - exact).abs().max() <= 0.03 * exact.abs().max().clamp_min(1e-3)
@@ -292,10 +318,26 @@ else:
         "a bias is another expert's": (
             product_triton, "tl.load(bias + numbers)", "tl.load(bias + lines)",
         ),
+        "a box is of another expert": (product_triton, "expert * height + tile", "tile"),
+        "boxes of ups are of gates": (product_triton, "[box + N, begin]", "[box, begin]"),
+        "all tiles are a tail": (product_triton, "end - first <= TAIL", "end > 0"),
+        "shared experts are the first one": (product_triton, "number * N if GATED", "0 if GATED"),
+        "shared experts have the first one's columns": (
+            product_triton, "N if GATED else number", "N if GATED else 0",
+        ),
+        "shared experts have the rows of others": (
+            product_triton, "rows, at)\n", "0 * rows, at)\n",
+        ),
+        "the last shared expert is left out": (
+            product_triton, "tl.static_range(TOP_K, TOP_K + SHARED)",
+            "tl.static_range(TOP_K, TOP_K + SHARED - (SHARED > 0))",
+        ),
         "the router has no bias": (route_triton, "if bias is not None:", "if False:"),
     }  # fmt: skip
 
     ONE_HAS_ALL: Case = (40, (16, 1, (0, 16)), (64, 32), torch.float32, False, "plain")
+    # With weights in boxes.
+    MORE_THAN_A_TAIL: Case = (240, (6, 1, (0, 6)), (64, 64), torch.bfloat16, False, "plain")
     FEW = (
         "padding is counted",
         "gate and up are exchanged",
@@ -317,9 +359,12 @@ else:
             for choice in CHOICES:
                 check((*case, choice), **changed)
             check(ONE_HAS_ALL, **changed, alike=0.01)
+            check((5, *case[1:], "plain"), **changed)
+            check(MORE_THAN_A_TAIL, **changed, alike=0.01)
 
         with pytest.raises((AssertionError, IndexError, ValueError)):
             check_all()
 
     def test_an_expert_may_have_all_tokens() -> None:
         check(ONE_HAS_ALL, alike=0.01)
+        check(MORE_THAN_A_TAIL, alike=0.01)

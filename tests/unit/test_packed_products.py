@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.interpreted import INTERPRETED, WHY, compiling
+from tests.support.interpreted import INTERPRETED, WHY, assembled, compiling
 from tests.support.pairwise import in_whole
 from tests.support.products import noise
 from worker.config.checkpoint.experts import ExpertShape, Held
@@ -15,8 +16,16 @@ from worker.ops import packed_triton
 from worker.ops.experts import product_triton
 from worker.ops.experts.product import Finish, expert_products_ref
 from worker.ops.experts.route import new_load, route_ref
-from worker.ops.packed import as_lines, as_packed, bytes_of, packed_product_ref, worth
-from worker.ops.packed_triton import choose_packed, packed_gemm
+from worker.ops.packed import (
+    as_lines,
+    as_packed,
+    bytes_of,
+    packed_product_ref,
+    padded_groups,
+    worth,
+    woven,
+)
+from worker.ops.packed_triton import choose_packed, packed_gemm, product_by_library, unpack
 from worker.ops.product import MAX_PARTIALS
 from worker.ops.scaled import E4M3
 from worker.ops.skinny_triton import SkinnyTile
@@ -44,17 +53,20 @@ def packed(name: str, *shape: int, seed: int = 1) -> tuple[Any, ...]:
     scales = (sizes.log2().round() + 127).to(kind) if kind == torch.uint8 else sizes.to(kind)
     zeros = torch.randint(0, 16, scales.shape, generator=generator, dtype=torch.uint8)
     factors = torch.rand(*lead, 1, generator=generator) + 0.5
+    if kind == torch.uint8:
+        scales = F.pad(scales, (0, padded_groups(groups) - groups))
     return values, scales, zeros if has_zeros else None, factors if has_factors else None
 
 
 def test_a_number_is_what_the_formats_say() -> None:
     """By hand: the examples of their documents."""
-    two = as_lines(torch.tensor([[0x5A, 0x7F]], dtype=torch.uint8))
+    two = woven(as_lines(torch.tensor([[0x5A, 0x7F]], dtype=torch.uint8)))
     of_127 = torch.tensor([[127]], dtype=torch.uint8)
     assert worth(two, of_127)[:, :4].tolist() == [[-1.0, 3.0, -6.0, 6.0]]
     assert worth(two, of_127 - 2)[:, :4].tolist() == [[-0.25, 0.75, -1.5, 1.5]]
     assert worth(two, of_127 * 0)[:, :2].tolist() == [[-(2.0**-127), 3 * 2.0**-127]]
     scales, zeros = torch.tensor([[0.5]]), torch.tensor([[7]], dtype=torch.uint8)
+    two = woven(two, back=True)
     assert worth(two, scales, zeros)[:, :4].tolist() == [[1.5, -1.0, 4.0, 0.0]]
     assert worth(two, scales)[:, :4].tolist() == [[1.0, -1.5, 3.5, -0.5]]
 
@@ -97,11 +109,21 @@ if not INTERPRETED:
     def test_they_compile_for_hopper_without_one(name: str, m: int) -> None:
         held, x = packed(name, 256, 256), noise(m, 256)
         tile = choose_packed(m, 256, 256)
-        with compiling(packed_triton) as ptx:
+        with compiling(packed_triton, "_packed_gemm_kernel") as ptx:
             packed_gemm(x, held, x.new_empty(m, 256), tile)
         text = ptx["_packed_gemm_kernel"]
+        assert ("serialized" in assembled(text)) == ((name, m) == ("int4", 300))
         assert re.search(rf"wgmma\S+m64n{tile.block_m}k16\.f32\.bf16\.bf16", text)
         assert not re.search(r"\b(st|ld)\.local\b", text), "nothing spills"
+
+    @pytest.mark.parametrize("name", ["awq", *in_whole(*((name,) for name in NUMBERS))])
+    def test_what_a_library_multiplies_is_written_16_bytes_at_a_time(name: str) -> None:
+        with compiling(packed_triton, "_unpack_kernel") as ptx:
+            unpack(packed(name, 64, 256), 0, torch.empty(64, 256, dtype=BF16))
+        text = ptx["_unpack_kernel"]
+        assert re.search(r"ld\.global\.v4\.b32", text)
+        assert set(re.findall(r"st\.global\.(\S+)", text)) == {"v4.b32"}
+        assert not re.search(r"\b(st|ld)\.local\b", text)
 
     @pytest.mark.parametrize("name", [*in_whole(*((name,) for name in NUMBERS))])
     def test_experts_compile_for_hopper_without_one(name: str) -> None:
@@ -111,6 +133,7 @@ if not INTERPRETED:
             products(x, routes, up, down, by=product_triton.expert_products_triton, finish=finish)
         text = ptx["_grouped_kernel"]
         assert re.search(r"wgmma\S+m64n16k16\.f32\.bf16\.bf16", text)
+        assert "serialized" not in assembled(text), "each product would wait for the one before"
         assert not re.search(r"\b(st|ld)\.local\b", text)
 
 
@@ -168,6 +191,20 @@ if INTERPRETED:
         held, x = packed(name, *shape), noise(m, shape[1], dtype=dtype)
         assert near(tiled(x, held, shape[0], split, 64), packed_product_ref(x, *held))
 
+    @pytest.mark.parametrize(
+        ("name", "dtype"),
+        [("awq", F16), ("mxfp4", BF16), *in_whole(*((x, F16) for x in ("int4", "rows", "nvfp4")))],
+    )
+    def test_a_library_multiplies_numbers_that_are_rounded_once(name, dtype, monkeypatch) -> None:
+        held, x = packed(name, 50, 128), noise(3, 128, dtype=dtype)
+        around = torch.full((52, 128), 77.0, dtype=dtype)
+        numbers = worth(*held).to(dtype)
+        assert torch.equal(unpack(held, 0, around[1:51]), numbers)
+        assert torch.equal(unpack(held, 20, around[1:31]), numbers[20:])
+        assert (around[[0, 51]] == 77.0).all()
+        monkeypatch.setattr(packed_triton, "SLICE_BYTES", 16 * 128 * 2)
+        assert near(product_by_library(x, held, x.new_empty(3, 50)), x @ numbers.t())
+
     def test_a_gated_product_is_its_swiglu() -> None:
         held, x = packed("awq", 80, 256), noise(3, 256, dtype=F16)
         tile, found = SkinnyTile(16, 64, 256, 1, 4, 3, 0), torch.full((3, 40), 77.0, dtype=F16)
@@ -185,12 +222,17 @@ if INTERPRETED:
             assert torch.equal(tiled(others, held, 64)[row], alone[row])
 
     @pytest.mark.parametrize(
-        "name", ["awq", *in_whole(("mxfp4",), ("int4",), ("rows",), ("nvfp4",))]
+        ("name", "n"),
+        [
+            ("awq", 5),
+            ("mxfp4", 40),
+            *in_whole(*((name, n) for name in NUMBERS for n in (3, 5, 40))),
+        ],
     )
     @pytest.mark.filterwarnings("ignore:overflow")  # numpy's, of exp
-    def test_experts_equal_the_definition(name: str) -> None:
+    def test_experts_equal_the_definition(name: str, n: int) -> None:
         dtype = F16 if name != "mxfp4" else BF16
-        x, routes, up, down = experts(name, 5, dtype)
+        x, routes, up, down = experts(name, n, dtype)
         for more in ({}, {"finish": as_gpt_oss(dtype)}):
             found = products(x, routes, up, down, product_triton.expert_products_triton, **more)
             assert near(found, products(x, routes, up, down, **more), 2**-5)

@@ -99,3 +99,39 @@ def latent_rope_store_ref(
 
 
 latent_rope_store = op(latent_rope_store_ref)
+
+
+def latent_absorb_store_ref(
+    q: Tensor,
+    latents: Tensor,
+    rotation: Rotation,
+    norm: LatentNorm,
+    rows: Tensor,
+    slot_mapping: Tensor,
+    keys: Tensor,
+) -> Tensor:
+    """latent_rope_store, and queries against rows: [num_tokens, num_heads, width of a row].
+
+    q: [num_tokens, num_heads, nope_dim + rotary_dim], strided, a head contiguous; keys: [num_heads,
+    nope_dim, value_dim], contiguous: what makes keys of latents.
+    """
+    nope, value = keys.shape[1:]
+    out = q.new_empty(*q.shape[:2], rows.shape[3])
+    rotated = q[..., nope:], latents, rotation, norm, rows, slot_mapping, out[..., value:]
+    latent_rope_store_ref(*rotated)
+    out[..., :value] = torch.bmm(q[..., :nope].transpose(0, 1), keys).transpose(0, 1)
+    return out
+
+
+latent_absorb_store = op(latent_absorb_store_ref)
+
+
+def latent_values_ref(attended: Tensor, values: Tensor) -> Tensor:
+    """Means of latents [num_tokens, heads, value_dim], contiguous -> of values [.., numbers].
+
+    values: [heads, numbers, value_dim], contiguous: what makes values of latents.
+    """
+    return torch.bmm(attended.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
+
+
+latent_values = op(latent_values_ref)

@@ -34,6 +34,8 @@ from worker.ops.jit import (
 )
 
 STORED_HEADS = 16  # of queries that one program rotates
+MAX_PARTS = 128  # of a tile
+MANY_PARTS = 16  # so many are added up all at once, 64 columns a program
 
 
 @triton.jit
@@ -142,9 +144,9 @@ def _latent_kernel(
 def _merge_kernel(
     out, items, counts, partial, stats,
     BLOCK_M: tl.constexpr, VALUE: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
-    FIELDS: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
+    FIELDS: tl.constexpr, TOGETHER: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (items, any): the items of a tile divide its rows, whose parts they add up.
+    """Grid (items, any, VALUE / COLUMNS): items of a tile divide its rows, whose parts they add up.
 
     SPLITS: as many as there can be; TOGETHER: parts that are loaded at once.
     """
@@ -158,14 +160,15 @@ def _merge_kernel(
         rows = tl.minimum(num_r - row, BLOCK_M)
         begin, step = split + part_of_rows * num_splits, num_splits * tl.num_programs(1)
         for local in range(bound_of(begin), bound_of(rows), bound_of(step)):
-            of_part, of_value = tl.arange(0, SPLITS), tl.arange(0, VALUE)
+            of_part = tl.arange(0, SPLITS)
+            of_value = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
             known = of_part < num_splits
             stats_at = stats + (first_item + of_part) * (2 * BLOCK_M) + local
             tops = tl.load(stats_at, mask=known, other=float("-inf"))
             top = tl.max(tops, 0)  # a row sees its request's first key
             weights = tl.load(stats_at + BLOCK_M, mask=known, other=0.0)
             weight = tl.sum(weights * tl.exp2(tops - top), 0)
-            total = tl.zeros((VALUE,), tl.float32)
+            total = tl.zeros((COLUMNS,), tl.float32)
             for first in range(0, bound_of(num_splits), TOGETHER):
                 part = first + tl.arange(0, TOGETHER)
                 wanted, slot = part < num_splits, first_item + part
@@ -190,7 +193,8 @@ def latent_attention(q: Tensor, rows: Tensor, plan: PagedPlan, out: Tensor) -> T
     assert q.stride()[1:] == rows.stride()[2:] == (shape.head_dim, 1)
     assert out.is_contiguous()
     constants, options = constants_of(tiles, shape, rows.shape[2])
-    options["PDL"] = overlap(q)["PDL"]  # the next kernel may start early, this one does not
+    # The next kernel may start early; this one does if each of its programs has an SM.
+    options |= overlap(q) if tiles.early else {"PDL": overlap(q)["PDL"]}
     _latent_kernel[(tiles.programs,)](
         q, out, rows, plan.page_table, plan.items, plan.counts, plan.partial, plan.stats,
         len(q), q.stride(0), rows.stride(0), plan.page_table.stride(0), scale_of(shape),
@@ -199,9 +203,12 @@ def latent_attention(q: Tensor, rows: Tensor, plan: PagedPlan, out: Tensor) -> T
     if tiles.max_splits > 1:
         same = {name: constants[name] for name in ("BLOCK_M", "VALUE", "HEADS", "FIELDS")}
         splits = power_of_two(tiles.most)  # not those of this bound: parts add up in one order
-        _merge_kernel[(tiles.max_items, tiles.rows // 8)](
+        size, groups, together = shape.value_dim, tiles.rows // 8, min(splits, 8)
+        if splits >= MANY_PARTS:
+            size, groups, together = min(64, size), 1, splits
+        _merge_kernel[(tiles.max_items, groups, shape.value_dim // size)](
             out, plan.items, plan.counts, plan.partial, plan.stats,
-            **overlap(q, **same, SPLITS=splits, TOGETHER=min(splits, 8), num_warps=4),
+            **overlap(q, **same, SPLITS=splits, TOGETHER=together, COLUMNS=size, num_warps=4),
         )  # fmt: skip
     return out
 
@@ -233,8 +240,9 @@ def choose(bounds: Bounds, num_heads: int, item_bytes: int, num_sms: int) -> Pag
     # two blocks of 32; more rows fill its registers. On an H200 32 requests over 8192 keys take
     # 90 us with 16 heads (64 keys at a time: 93), 118 with 20 (32: 124), 308 with 128 (32: 335).
     slots = num_sms * (2 if block_m == 16 else 1)
-    most = _splits(tiles, slots)
-    shortest = 128 if 4 * tiles <= slots else 512
+    is_alone = block_m == 16 and MAX_SPLITS * tiles <= slots  # its parts leave SMs without work
+    most = _splits(tiles, slots, MAX_PARTS if is_alone else MAX_SPLITS)
+    shortest = 64 if is_alone else 128 if 4 * tiles <= slots else 512
     max_splits = max(1, min(most, -(-max_seq_len // shortest)))
     return PagedTiles(
         block_m=block_m,
@@ -246,13 +254,14 @@ def choose(bounds: Bounds, num_heads: int, item_bytes: int, num_sms: int) -> Pag
         shortest=shortest,
         most=most,
         programs=tiles * max_splits,
-        num_warps=4 if block_m == 16 else 8,
+        num_warps=8 if is_alone or block_m > 16 else 4,
         num_stages=2 if block_m == 64 else 3,
+        early=is_alone,
         longest_first=max_tiles == 1 and tiles > slots,  # which do not all run at once
     )
 
 
-def _splits(tiles: int, slots: int) -> int:
+def _splits(tiles: int, slots: int, limit: int) -> int:
     """Most splits of a tile, so that the last programs of so many at once do not run alone.
 
     A part costs as much as 3 % of a long row: its first blocks, and being written and added up.
@@ -262,7 +271,7 @@ def _splits(tiles: int, slots: int) -> int:
         turns = -(-tiles * splits // slots)
         return turns * (1 / splits + 0.03)
 
-    return min(range(1, MAX_SPLITS + 1), key=cost)
+    return min(range(1, limit + 1), key=cost)
 
 
 class LatentTriton(PoolAttention):
@@ -303,7 +312,7 @@ class LatentTriton(PoolAttention):
         tiles = self._tiles(bounds)
         constants, options = constants_of(tiles, self.shape, self.region.page_size)
         merged = power_of_two(tiles.most) if tiles.max_splits > 1 else 0
-        return *constants.values(), *options.values(), merged
+        return *constants.values(), *options.values(), merged, tiles.early
 
     def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
         plan, (rows,) = current().attn_plan, self._layers[layer_id]
@@ -317,34 +326,63 @@ class LatentTriton(PoolAttention):
 
 
 @triton.jit
-def _turn(source, to, known, cos, sin, DTYPE: tl.constexpr):
-    """Rotate pairs of neighbours; source, to: where their first ones lie."""
-    first = tl.load(source, mask=known, other=0.0).to(tl.float32)
-    second = tl.load(source + 1, mask=known, other=0.0).to(tl.float32)
-    tl.store(to, (first * cos - second * sin).to(DTYPE), mask=known)
-    tl.store(to + 1, (second * cos + first * sin).to(DTYPE), mask=known)
+def _turn(
+    source, to, known, cos, sin, ROPE: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    """Rotate pairs of neighbours; source, to, known: [ROWS, 1], of rows of ROPE numbers."""
+    at = tl.arange(0, 2 * PAIRS)[None, :]
+    known &= at < ROPE
+    x = tl.load(source + at, mask=known, other=0.0).to(tl.float32)
+    first, second = tl.split(tl.reshape(x, (ROWS, PAIRS, 2)))
+    turned = tl.interleave(first * cos - second * sin, second * cos + first * sin)
+    tl.store(to + at, turned.to(to.dtype.element_ty), mask=known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _latent_rope_store_kernel(
-    q_rope, out, latents, positions, table, weight, rows, slot_mapping,
+    q_rope, out, latents, positions, table, weight, rows, slot_mapping, keys, num_tokens,
     stride_q, stride_q_head, stride_out, stride_out_head, stride_latents, stride_page, eps,
     VALUE: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
+    NOPE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, 1 + heads / BLOCK_H): a token's row, or BLOCK_H of its heads.
+    """Grid (tokens · PARTS + products,): a token's row, or BLOCK_H of its heads, or a product.
 
-    BLOCK, PAIRS: powers of two not below VALUE and ROPE / 2.
+    PARTS: 1 + heads / BLOCK_H. BLOCK, PAIRS: powers of two not below VALUE and ROPE / 2.
+    NOPE: numbers of a head before q_rope's, which products take into the space of latents, before
+    `out`: BLOCK_T tokens and COLUMNS of a head with keys [HEADS, NOPE, VALUE]; 0: they do not.
     """
-    enter(PDL)
     DTYPE: tl.constexpr = rows.dtype.element_ty
-    token = tl.program_id(0).to(tl.int64)
+    program, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    if NOPE:
+        product = tl.program_id(0) - num_tokens * PARTS
+        if product >= 0:
+            BLOCKS: tl.constexpr = VALUE // COLUMNS
+            head, columns = product // BLOCKS % HEADS, product % BLOCKS * COLUMNS
+            tokens = product // (BLOCKS * HEADS) * BLOCK_T + tl.arange(0, BLOCK_T)
+            at, of_column = tl.arange(0, BLOCK_D), columns + tl.arange(0, COLUMNS)
+            inside = at < NOPE
+            keys_at = keys + (head * NOPE + at)[:, None] * VALUE + of_column[None, :]
+            w = tl.load(keys_at, mask=inside[:, None], other=0.0)
+            enter(PDL)
+            here = (tokens < num_tokens)[:, None]
+            source = q_rope + tokens.to(tl.int64)[:, None] * stride_q + head * stride_q_head - NOPE
+            x = tl.load(source + at[None, :], mask=here & inside[None, :], other=0.0)
+            if INTERPRETED:
+                x, w = x.to(tl.float32), w.to(tl.float32)
+            made = tl.dot(x, w, input_precision="ieee")
+            to = out + tokens.to(tl.int64)[:, None] * stride_out + head * stride_out_head - VALUE
+            tl.store(to + of_column[None, :], made.to(DTYPE), mask=here)
+            return
+    enter(PDL)
+    token = program.to(tl.int64)
     pair = tl.arange(0, PAIRS)
     turned = (pair < ROPE // 2)[None, :]
     angles = table + tl.load(positions + token) * ROPE + pair[None, :]
     cos = tl.load(angles, mask=turned, other=1.0)
     sin = tl.load(angles + ROPE // 2, mask=turned, other=0.0)
-    if tl.program_id(1) == 0:
+    if part == 0:
         slot = tl.load(slot_mapping + token)
         latent = latents + token * stride_latents
         row = rows + slot // PAGE * stride_page + slot % PAGE * (VALUE + ROPE)
@@ -355,13 +393,14 @@ def _latent_rope_store_kernel(
         by = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
         normed = x.to(weight.dtype.element_ty).to(tl.float32) * by
         tl.store(row + at, normed.to(DTYPE), mask=inside)
-        of_pair = VALUE + 2 * pair[None, :]
-        _turn(latent + of_pair, row + of_pair, turned, cos, sin, DTYPE)
+        one = tl.zeros((1, 1), tl.int32)
+        key = latent + VALUE + one
+        _turn(key, row + VALUE + one, one == 0, cos, sin, ROPE, 1, PAIRS)  # pyright: ignore
     else:
-        head = ((tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
-        source = q_rope + token * stride_q + head * stride_q_head + 2 * pair[None, :]
-        to = out + token * stride_out + head * stride_out_head + 2 * pair[None, :]
-        _turn(source, to, (head < HEADS) & turned, cos, sin, DTYPE)
+        head = ((part - 1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+        source = q_rope + token * stride_q + head * stride_q_head
+        to = out + token * stride_out + head * stride_out_head
+        _turn(source, to, head < HEADS, cos, sin, ROPE, BLOCK_H, PAIRS)  # pyright: ignore
 
 
 def latent_rope_store_triton(
@@ -372,8 +411,9 @@ def latent_rope_store_triton(
     rows: Tensor,
     slot_mapping: Tensor,
     out: Tensor,
+    keys: Tensor | None = None,
 ) -> None:
-    """One launch."""
+    """One launch. keys: what stands before q_rope and `out` is computed with them, too."""
     num_tokens, num_heads, rope = q_rope.shape
     value = latents.shape[1] - rope
     assert rows.shape[1:] == (1, rows.shape[2], value + rope)
@@ -382,13 +422,85 @@ def latent_rope_store_triton(
     assert q_rope.dtype == out.dtype == latents.dtype == rows.dtype
     assert rotation.table.is_contiguous()
     assert rotation.table.shape[1] == rope
-    _latent_rope_store_kernel[(num_tokens, 1 + -(-num_heads // STORED_HEADS))](
+    parts, nope = 1 + -(-num_heads // STORED_HEADS), 0 if keys is None else keys.shape[1]
+    block_t = min(max(16, power_of_two(num_tokens)), 64)
+    columns = min(32 if num_tokens <= 16 else 64, value)
+    products = -(-num_tokens // block_t) * num_heads * (value // columns) if nope else 0
+    _latent_rope_store_kernel[(num_tokens * parts + products,)](
         q_rope, out, latents, rotation.positions, rotation.table, norm.weight, rows, slot_mapping,
-        q_rope.stride(0), q_rope.stride(1), out.stride(0), out.stride(1), latents.stride(0),
-        rows.stride(0), norm.eps,
+        keys, num_tokens, q_rope.stride(0), q_rope.stride(1), out.stride(0), out.stride(1),
+        latents.stride(0), rows.stride(0), norm.eps,
         **overlap(
             q_rope, VALUE=value, ROPE=rope, BLOCK=power_of_two(value), HEADS=num_heads,
-            PAIRS=power_of_two(rope // 2), BLOCK_H=STORED_HEADS, PAGE=rows.shape[2], num_warps=4,
-            enable_fp_fusion=False,  # rope rounds products, as torch does
+            PAIRS=power_of_two(rope // 2), BLOCK_H=STORED_HEADS, PAGE=rows.shape[2], PARTS=parts,
+            NOPE=nope, BLOCK_D=power_of_two(max(16, nope)), BLOCK_T=block_t, COLUMNS=columns,
+            num_warps=4, enable_fp_fusion=False,  # rope rounds products, as torch does
         ),
     )  # fmt: skip
+
+
+def latent_absorb_store_triton(
+    q: Tensor,
+    latents: Tensor,
+    rotation: Rotation,
+    norm: LatentNorm,
+    rows: Tensor,
+    slot_mapping: Tensor,
+    keys: Tensor,
+) -> Tensor:
+    """One launch; a row's result depends on its token and on num_tokens alone."""
+    nope, value = keys.shape[1:]
+    assert keys.is_contiguous()
+    assert len(keys) == q.shape[1]
+    out = q.new_empty(*q.shape[:2], rows.shape[3])
+    rotated = q[..., nope:], latents, rotation, norm, rows, slot_mapping, out[..., value:]
+    latent_rope_store_triton(*rotated, keys)
+    return out
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _latent_values_kernel(
+    x, w, out, num_tokens, SIZE, HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK_T: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of tokens, HEADS, blocks of COLUMNS).
+
+    x: [num_tokens, HEADS, VALUE]; w: [HEADS, SIZE, VALUE]; out: [num_tokens, HEADS, SIZE].
+    """
+    tokens, head = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(1)
+    columns, at = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, BLOCK_K)
+    line = head * SIZE + tl.minimum(columns, SIZE - 1)
+    w_at = w + line.to(tl.int64)[:, None] * VALUE + at[None, :]
+    w_tile = tl.load(w_at)
+    enter(PDL)
+    row, here = tokens.to(tl.int64) * HEADS + head, (tokens < num_tokens)[:, None]
+    x_at = x + row[:, None] * VALUE + at[None, :]
+    acc = tl.zeros((COLUMNS, BLOCK_T), tl.float32)
+    for begin in tl.static_range(0, VALUE, BLOCK_K):
+        x_tile = tl.load(x_at + begin, mask=here, other=0.0)
+        if INTERPRETED:
+            x_tile, w_tile = x_tile.to(tl.float32), w_tile.to(tl.float32)
+        acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+        if begin + BLOCK_K < VALUE:
+            w_tile = tl.load(w_at + (begin + BLOCK_K))
+    to = out + row[:, None] * SIZE + columns[None, :]
+    tl.store(to, tl.trans(acc).to(out.dtype.element_ty), mask=here & (columns < SIZE)[None, :])
+
+
+def latent_values_triton(attended: Tensor, values: Tensor) -> Tensor:
+    """One launch; contiguous. A row's result depends on its token and on num_tokens alone."""
+    (num_tokens, num_heads, value), size = attended.shape, values.shape[1]
+    assert attended.is_contiguous()
+    assert values.is_contiguous()
+    assert values.shape == (num_heads, size, value)
+    out = attended.new_empty(num_tokens, num_heads, size)
+    block_t = min(max(16, power_of_two(num_tokens)), 64)
+    columns = 16 if block_t == 16 else 32
+    _latent_values_kernel[(-(-num_tokens // block_t), num_heads, -(-size // columns))](
+        attended, values, out, num_tokens, size,
+        **overlap(
+            attended, HEADS=num_heads, VALUE=value, BLOCK_T=block_t, COLUMNS=columns,
+            BLOCK_K=min(8192 // block_t, value), num_warps=4,
+        ),
+    )  # fmt: skip
+    return out

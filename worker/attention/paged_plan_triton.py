@@ -184,8 +184,9 @@ def plan_items(
     )
     constants: dict[str, Any] = {
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "PAGE": page_size,
-        "GROUP": shape.num_heads // shape.num_kv_heads, "BLOCK_R": 256, "BLOCK_S": MAX_SPLITS,
-        "FIELDS": FIELDS, "CAUSAL": shape.mask.causal, "WINDOW": shape.mask.window or 0,
+        "GROUP": shape.num_heads // shape.num_kv_heads, "BLOCK_R": 256,
+        "BLOCK_S": max(MAX_SPLITS, power_of_two(tiles.most)), "FIELDS": FIELDS,
+        "CAUSAL": shape.mask.causal, "WINDOW": shape.mask.window or 0,
         "SORTED": tiles.longest_first,
     }  # fmt: skip
     _plan_kernel[(seq_lens.shape[0],)](

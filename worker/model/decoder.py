@@ -69,6 +69,12 @@ class FeedForward(nn.Module):
         """The one matrix that multiplies what forward() takes."""
         return self.gate_up.weight
 
+    @property
+    def pair(self) -> tuple[Matrix, Matrix] | None:
+        """(gates and ups, downs) if forward() is no more than these and silu; else None."""
+        is_plain = self._activation is self.gate_up.bias is None
+        return (self.gate_up.weight, self.down.weight) if is_plain else None
+
     def forward(self, hidden: Operand, rows: Tensor | None = None) -> Tensor:
         """rows: those of the step's tokens that these are; experts want to know."""
         if self._activation is not None:

@@ -1,6 +1,7 @@
 """A layer's experts in the place of its feed-forward; worker.ops.experts has their kernels."""
 
 import re
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from worker.config.checkpoint.shape import LayerShape
 from worker.forward.context import current
 from worker.model.layers import ReplicatedLinear, selected
 from worker.model.placement import Placement
-from worker.ops.experts.product import Finish
+from worker.ops.experts.product import MAX_BESIDE, Finish
 from worker.ops.experts.route import new_load, refuse_others, route
 from worker.weights.base import Parts
 from worker.weights.shard import Key, Part, Shard, all_of, stacked, whole
@@ -70,6 +71,9 @@ class Experts(nn.Module):
         self.shared_gate = None
         if shared is not None and names.shared_gate:
             self.shared_gate = ReplicatedLinear(size, 1, placement.plain, bias=False)
+        elif shared is not None:
+            pair: Any = shared.pair
+            self.gate_up.shared = pair if pair and self.gate_up.carries(pair) else None
 
     def forward(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """hidden: [n, hidden_size], of the step's tokens with these numbers; None: of all."""
@@ -81,7 +85,8 @@ class Experts(nn.Module):
         out = None
         if self._collective.size > 1:
             out = self._collective.buffer((len(hidden), hidden.shape[1]), hidden.dtype)
-        if self.shared is not None:
+        is_carried = self.gate_up.shared is not None and len(hidden) <= MAX_BESIDE
+        if self.shared is not None and not is_carried:
             # Before the products: the shared expert's part may lie in the same buffer.
             shared = self.shared(hidden)
             if self.shared_gate is not None:

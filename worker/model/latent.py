@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from worker.attention.base import AttentionShape
-from worker.attention.latent import LatentNorm, absorbs, expands, latent_rope_store
+from worker.attention.latent import (
+    LatentNorm,
+    absorbs,
+    expands,
+    latent_absorb_store,
+    latent_rope_store,
+    latent_values,
+)
 from worker.attention.qk_rope_store import Rotation
 from worker.config.checkpoint.shape import LayerShape
 from worker.forward.batch import Batch
@@ -80,9 +87,8 @@ class LatentAttention(nn.Module):
         made = self.qkv(hidden)
         q, latents = made.split([made.shape[1] - self.shape.width, self.shape.width], dim=-1)
         if self.query is not None and self.q_norm is not None:
-            q = self.query(self.q_norm(q))
-        q = q.unflatten(-1, (self._num_heads, -1)).contiguous()
-        attended = self._attended(q, latents, positions)
+            made = self.query(self.q_norm(q))
+        attended = self._attended(made, latents, positions)
         return self.output(selected(attended.flatten(1), rows))
 
     def attended(self) -> AttentionShape:
@@ -95,29 +101,34 @@ class LatentAttention(nn.Module):
     def store(self, hidden: Tensor, positions: Tensor) -> None:
         """See SelfAttention.store: only the rows of forward(), into the tokens' slots."""
         latents = self.qkv.last(hidden, 1)
-        self._store(latents.new_empty(len(latents), 0, self.shape.rope_dim), latents, positions)
+        none = latents.new_empty(len(latents), 0, self.shape.rope_dim)
+        latent_rope_store(none, latents, *self._stored(positions), none)
 
-    def _store(self, rotated: Tensor, latents: Tensor, positions: Tensor) -> None:
-        """Norm and rotate latents [num_tokens, width], and store them; see latent_rope_store.
-
-        rotated: [num_tokens, num_heads, rope_dim], of queries, in place.
-        """
+    def _stored(self, positions: Tensor) -> tuple[Rotation, LatentNorm, Tensor, Tensor]:
+        """How latents become rows, and the slots where these go: see latent_rope_store."""
         context = current()
         (kept,) = context.attention.kv(self.layer_id)
         rotation, norm = Rotation(self.rotary.table, positions), LatentNorm(self.norm.weight, EPS)
-        slots = context.batch.slot_mapping
-        latent_rope_store(rotated, latents, rotation, norm, kept, slots, rotated)
+        return rotation, norm, kept, context.batch.slot_mapping
 
-    def _attended(self, q: Tensor, latents: Tensor, positions: Tensor) -> Tensor:
+    def _queries(self, made: Tensor) -> Tensor:
+        """[num_tokens, num_heads, query_dim], in the first columns of what the products made."""
+        width = self._num_heads * self.shape.query_dim
+        return made[:, :width].unflatten(-1, (self._num_heads, -1))
+
+    def _attended(self, made: Tensor, latents: Tensor, positions: Tensor) -> Tensor:
         """Results of heads [num_tokens, num_heads, value_dim]; fills the tokens' KV slots.
 
-        q: [num_tokens, num_heads, query_dim], is rotated in place; latents: [num_tokens, width],
-        before norm and rope. What stands before and behind a break depends on num_tokens alone.
+        made: see `_queries`, which may be rotated in place; latents: [num_tokens, width], before
+        norm and rope. What stands before and behind a break depends on num_tokens alone.
         """
-        context = current()
-        self._store(q[..., self.shape.nope_dim :], latents, positions)
-        is_short = absorbs(len(q))
-        x = self._absorbed(q) if is_short else q
+        context, q, x = current(), self._queries(made), made
+        is_short, stored = absorbs(len(q)), self._stored(positions)
+        if is_short:
+            x = latent_absorb_store(q, latents, *stored, self.keys)
+        else:
+            rotated = q[..., self.shape.nope_dim :]
+            latent_rope_store(rotated, latents, *stored, rotated)
         out = q.new_empty(
             len(q), self._num_heads, self.shape.rank if is_short else self.shape.value_dim
         )
@@ -126,23 +137,26 @@ class LatentAttention(nn.Module):
             body(x, out)
         else:
             context.breaks.at(body, x, out)
-        return self._valued(out) if is_short else out
+        return latent_values(out, self.values) if is_short else out
 
-    def _attend(self, q: Tensor, out: Tensor, *, absorbed: bool) -> None:
-        """The break of captured passes; see worker.model.attention. absorbed: q is, and so is out.
+    def _attend(self, x: Tensor, out: Tensor, *, absorbed: bool) -> None:
+        """The break of captured passes; see worker.model.attention.
 
-        Other q are of more tokens: of a chunk, or of a step of many requests with a few of them.
+        absorbed: x is queries against rows, and `out` means of latents. Else x is as `_queries`
+        takes it, of more tokens: of a chunk, or of a step of many requests with a few of them.
         """
         context = current()
         if context.on_layer is not None:
             context.on_layer(self.layer_id)
         if absorbed:
-            context.attention.forward(q, self.layer_id, out)
+            context.attention.forward(x, self.layer_id, out)
         elif expands(context.batch):
             (kept,) = context.attention.kv(self.layer_id)
-            self._expand(q, kept[:, 0], context.batch, out)
+            self._expand(self._queries(x), kept[:, 0], context.batch, out)
         else:
-            out.copy_(self._valued(context.attention.forward(self._absorbed(q), self.layer_id)))
+            absorbed_q = self._absorbed(self._queries(x))
+            means = context.attention.forward(absorbed_q, self.layer_id)
+            out.copy_(latent_values(means, self.values))
 
     def _absorbed(self, q: Tensor) -> Tensor:
         """[num_tokens, num_heads, query_dim], rotated -> the same against rows, [.., width]."""
@@ -150,16 +164,11 @@ class LatentAttention(nn.Module):
         absorbed = torch.bmm(nope.transpose(0, 1), self.keys).transpose(0, 1)
         return torch.cat((absorbed, rotated), dim=-1)
 
-    def _valued(self, attended: Tensor) -> Tensor:
-        """Means of latents [num_tokens, num_heads, rank] -> of values [.., value_dim]."""
-        return torch.bmm(attended.transpose(0, 1), self.values.transpose(1, 2)).transpose(0, 1)
-
     def _expand(self, q: Tensor, kept: Tensor, batch: Batch, out: Tensor) -> None:
         """The expanded form, request by request and some heads at a time.
 
         q: [num_tokens, num_heads, query_dim], rotated; kept: [num_pages, page_size, width]; out:
-        [num_tokens, num_heads, value_dim]. Values have zeros behind them up to query_dim, for
-        kernels that want keys and values of one size. The batch's lengths are known to the host.
+        [num_tokens, num_heads, value_dim]. The batch's lengths are known to the host.
         """
         assert batch.host is not None
         start, page_size = 0, kept.shape[1]
@@ -180,13 +189,19 @@ class LatentAttention(nn.Module):
         out[start:] = 0
 
     def _of_heads(self, q: Tensor, rows: Tensor, heads: slice) -> Tensor:
-        """Of one request: q [heads, count, query_dim], rows [length, width] -> [.., value_dim]."""
+        """Of one request: q [heads, count, query_dim], rows [length, width] -> [.., value_dim].
+
+        Behind earlier keys values have zeros up to query_dim, for kernels that want one size.
+        """
         latent, rotated = rows.split([self.shape.rank, self.shape.rope_dim], dim=-1)
-        keys = torch.matmul(latent, self.keys[heads].transpose(1, 2))
-        keys = torch.cat((keys, rotated.expand(len(keys), -1, -1)), dim=-1)
-        values = torch.matmul(latent, self.values[heads].transpose(1, 2))
-        value_dim = self.shape.value_dim
-        values = F.pad(values, (0, max(0, self.shape.query_dim - value_dim)))
+        keys = latent.new_empty(len(q), len(rows), self.shape.query_dim)
+        keys[..., self.shape.nope_dim :] = rotated
+        latent, value_dim = latent.expand(len(q), -1, -1), self.shape.value_dim
+        of_latents = self.keys[heads].transpose(1, 2)
+        torch.bmm(latent, of_latents, out=keys[..., : self.shape.nope_dim])
+        values = torch.bmm(latent, self.values[heads].transpose(1, 2))
+        if q.shape[1] != len(rows):
+            values = F.pad(values, (0, max(0, self.shape.query_dim - value_dim)))
         mask = causal_lower_right(q.shape[1], len(rows))
         made = F.scaled_dot_product_attention(
             q[None], keys[None], values[None], attn_mask=mask, scale=self._scale

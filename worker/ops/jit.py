@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     import triton.language as tl  # pyright: ignore[reportMissingImports]
 
     INTERPRETED: Any
+    TensorDescriptor: Any
     enter: Any
     gdc_launch_dependents: Any
     gdc_wait: Any
 elif HAS_TRITON:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     # Whether kernels run in the interpreter: a constant that they read as well.
     INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -47,7 +49,8 @@ else:
         return function if function is not None else _jit
 
     triton = tl = SimpleNamespace(jit=_jit, constexpr=lambda value: value)
-    INTERPRETED, enter, gdc_launch_dependents, gdc_wait = False, None, None, None
+    INTERPRETED, TensorDescriptor, enter = False, None, None
+    gdc_launch_dependents, gdc_wait = None, None
 
 
 @contextmanager

@@ -6,12 +6,15 @@ dtype is says what the numbers are:
 
     scales   a number is                            |
     any float  (q - zero) · scale                   zero: 8, or one a group
-    u8 (e8m0)  code · 2^(scale - 127)               code: e2m1, as CODES has them
+    u8 (e8m0)  code · 2^(scale - 127)               code: e2m1, as CODES has them; groups of LINE
     e4m3       code · scale · the row's factor
 
 (q - zero), and code · scale, are exact in bf16. So kernels multiply these and have f32 scales, or
-factors, of sums: but for the order in which sums are added they compute the definition.
+factors, of sums: but for the order in which sums are added they compute the definition. For many
+rows of x a library multiplies numbers that are rounded to x's dtype once.
 """
+
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +25,13 @@ from worker.ops.op import op
 from worker.ops.scaled import E4M3, multiplies_eight_bits
 
 E8M0_BIAS, ZERO = 127, 8
+MOST_E8M0 = 192  # 2^65; kernels take what is below 2^-62 for zeros, or next to them
+SIGNS = (
+    14,
+    12,
+    15,
+    13,
+)  # bits of four codes' signs in 16; their other bits are the lowest, by threes
 LINE = 32  # columns, whose numbers a thread of the kernels unpacks and joins in its registers
 POSITIVE = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
 CODES = torch.tensor([*POSITIVE, *(-code for code in POSITIVE)])
@@ -32,16 +42,19 @@ def worth(
 ) -> Tensor:
     """The numbers, f32 [.., n, 2 · bytes], whose last belong to no column if lines are padded.
 
-    values: u8 [.., n, bytes], whole lines; scales: [.., n, groups]; zeros: u8, of their shape;
+    values: u8 [.., n, bytes], whole lines; scales: [.., n, groups], u8's see padded_groups; zeros:
+    u8, of their shape;
     factors: f32 [.., n, 1].
     """
-    q = unpacked(values)
-    groups = q.unflatten(-1, (scales.shape[-1], -1))
+    is_code = scales.dtype in (torch.uint8, E4M3)
+    q = unpacked(woven(values, back=True) if is_code else values)
+    groups = q.unflatten(-1, (-1, LINE) if scales.dtype == torch.uint8 else (scales.shape[-1], -1))
+    scales = scales[..., : groups.shape[-2]]
     if scales.dtype == torch.uint8:
         steps = torch.ones_like(scales, dtype=torch.float32).ldexp(scales.int() - E8M0_BIAS)
     else:
         steps = scales.float()
-    if scales.dtype in (torch.uint8, E4M3):
+    if is_code:
         numbers = CODES.to(q.device)[groups.int()]
     else:
         numbers = groups.float() - (ZERO if zeros is None else zeros.unsqueeze(-1).float())
@@ -101,7 +114,12 @@ def as_packed(w: Tensor, groups: int, kind: torch.dtype) -> tuple[Tensor, Tensor
     parts = (blocks / steps.clamp(min=1e-12)).flatten(-2)
     between = (CODES[:7] + CODES[1:8]).to(w.device) / 2
     q = torch.bucketize(parts.abs(), between) + 8 * (parts < 0)
-    return _paired(q), scales.squeeze(-1), factors
+    return woven(_paired(q)), scales.squeeze(-1), factors
+
+
+def padded_groups(groups: int) -> int:
+    """Scales of e8m0 that a row has in memory: whole fours, the last of no columns and zeros."""
+    return -(-groups // 4) * 4
 
 
 def bytes_of(columns: int) -> int:
@@ -113,6 +131,23 @@ def _paired(q: Tensor) -> Tensor:
     """u8 [.., bytes] of numbers [.., k] of four bits, in whole lines."""
     q = _lines(q.to(torch.uint8), LINE)
     return torch.stack(tuple(q[..., i, :] | q[..., i + 1, :] << 4 for i in (0, 2)), -1).flatten(-3)
+
+
+@cache
+def _weaving(device: torch.device, *, back: bool) -> Tensor:
+    """i16 [65536]: of what is in 16 bits, as i32 counts, how it is woven."""
+    plain = torch.arange(1 << 16, dtype=torch.int32)
+    found = torch.zeros_like(plain)
+    for place, sign in enumerate(SIGNS):
+        code = plain >> 4 * place & 15
+        found |= (code & 7) << 3 * place | code >> 3 << sign
+    return (found.argsort() if back else found).to(torch.int16).to(device)
+
+
+def woven(values: Tensor, *, back: bool = False) -> Tensor:
+    """Lines of codes of e2m1, from plain ones, or back: u8 [.., bytes]."""
+    words = values.contiguous().view(torch.int16).int() & 0xFFFF
+    return _weaving(values.device, back=back)[words].view(torch.uint8)
 
 
 def unpacked(values: Tensor) -> Tensor:

@@ -75,6 +75,7 @@ class Grid(NamedTuple):
     columns: Part  # of the tensor
     grain: int = 1  # rows of the matrix to a row of the tensor
     dtype: torch.dtype | None = None  # None: the model's
+    room: int = 0  # for columns in memory; those beyond the tensor's are zeros
 
 
 class Empty(Protocol):
@@ -91,6 +92,9 @@ class Matrix(nn.Module):
 
     values: nn.Parameter
     finish: Finish = PLAIN_FINISH  # of a stack of gates and ups: what `experts` makes of products
+    # Of such a stack, gates and ups, and downs, of shared experts: `experts` adds what they make of
+    # up to MAX_BESIDE tokens.
+    shared: "tuple[Matrix, Matrix] | None" = None
     add_norm: AddNorm | None = None  # whose rows its products take; None: they take tensors alone
 
     def __init__(self, kept: "Format", parts: Parts, empty: Empty) -> None:
@@ -98,8 +102,10 @@ class Matrix(nn.Module):
         self.parts, self._format, self._grids = parts, kept, kept.stores(parts)
         lead = () if parts.held is None else (parts.held.count,)
         for role, grid in self._grids.items():
-            shape = *lead, parts.num_rows // grid.grain, len(grid.columns)
+            held = len(grid.columns)
+            shape = *lead, parts.num_rows // grid.grain, max(held, grid.room)
             setattr(self, role, empty(*shape, dtype=grid.dtype))
+            getattr(self, role).detach()[..., held:] = 0
 
     def product(
         self, x: Operand, bias: Tensor | None = None, out: Tensor | None = None, first_row: int = 0
@@ -119,6 +125,10 @@ class Matrix(nn.Module):
         """Whether the other can be multiplied by what `gated` leaves."""
         return True
 
+    def carries(self, shared: "tuple[Matrix, Matrix]") -> bool:
+        """Whether `experts` can compute these shared experts, too."""
+        return False
+
     def experts(
         self, down: "Matrix", x: Tensor, routes: Routes, out: Tensor | None = None
     ) -> Tensor:
@@ -129,7 +139,7 @@ class Matrix(nn.Module):
         """Of the modules below `prefix`; number: of one of the stack's matrices."""
         shards = dict[Key, Shard]()
         for role, grid in self._grids.items():
-            tensor: Tensor = getattr(self, role)
+            tensor: Tensor = getattr(self, role)[..., : len(grid.columns)]
             tensor = tensor if number is None else tensor[number]
             parts = self.parts.named(prefix, ".weight").items()
             rows = {name: coarse(part, grid.grain) for name, part in parts}

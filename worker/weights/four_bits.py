@@ -10,7 +10,14 @@ from worker.config.checkpoint.quantization import Quantization
 from worker.errors import Unsupported, UserError
 from worker.ops.experts.product import expert_products
 from worker.ops.experts.route import Routes
-from worker.ops.packed import LINE, ZERO, as_packed, multiplies_packed, packed_product
+from worker.ops.packed import (
+    LINE,
+    ZERO,
+    as_packed,
+    multiplies_packed,
+    packed_product,
+    padded_groups,
+)
 from worker.ops.scaled import E4M3
 from worker.weights.base import Format, Grid, Matrix, Operand, Parts, whole_of
 from worker.weights.layouts import LAYOUTS
@@ -90,9 +97,10 @@ class FourBits(Format):
         of_groups = coarse(columns, self._group) if self._group else all_of(1)
         lines, half = coarse(columns, LINE), LINE // 2
         of_bytes = slice(half * lines.held.start, half * lines.held.stop)
+        room = padded_groups(len(of_groups)) if KINDS[self._kind] == torch.uint8 else 0
         grids = {
             VALUES: Grid(Part(half * lines.size, of_bytes), dtype=torch.uint8),
-            SCALES: Grid(of_groups, dtype=KINDS[self._kind]),
+            SCALES: Grid(of_groups, dtype=KINDS[self._kind], room=room),
         }
         if self._has_zeros:
             grids[ZEROS] = Grid(of_groups, dtype=torch.uint8)

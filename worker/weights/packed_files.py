@@ -11,7 +11,7 @@ from torch import Tensor
 
 from worker.config.checkpoint.quantization import Quantization
 from worker.errors import UserError
-from worker.ops.packed import ZERO, as_lines, bytes_of, worth
+from worker.ops.packed import MOST_E8M0, ZERO, as_lines, bytes_of, worth, woven
 from worker.weights.base import Reading
 from worker.weights.files import tensor_names
 from worker.weights.layouts import LAYOUTS, Layout, Packed
@@ -195,7 +195,8 @@ class PackedMatrix:
         if at.along == "columns":
             stored, skip = self._bytes(at, rows, wanted)
             assert skip == 0, "lines are whole"
-            return as_lines(stored)
+            lines = as_lines(stored)
+            return lines if self._layout.zeros else woven(lines)  # without zeros they are codes
         start, stop = rows.start // per, -(-rows.stop // per)
         size = columns.stop - columns.start
         values = torch.empty((stop - start) * per, size, dtype=torch.uint8)
@@ -226,8 +227,9 @@ class PackedMatrix:
     def _scales(self, rows: slice, columns: slice) -> Tensor:
         stored = self._held[self._layout.scales]
         found = stored[columns, rows].t() if self._layout.turned else stored[rows, columns]
-        if found.dtype == torch.uint8 and bool((found == 255).any()):
-            raise UserError(f"{self._name}: {self._layout.scales} has a 255, which is no number")
+        if found.dtype == torch.uint8 and (most := int(found.max())) > MOST_E8M0:
+            text = f"{self._name}: {self._layout.scales} has a {most}"
+            raise UserError(f"{text}: 255 is no number, and none above {MOST_E8M0} is computed")
         return found
 
     def _zeros(self, rows: slice, columns: slice) -> Tensor:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from worker.ops.experts.product import expert_products
+from worker.ops.experts.product import MAX_BESIDE, Beside, expert_products
 from worker.ops.experts.route import Routes
 from worker.ops.product import gated_product, product
 from worker.weights.base import Format, Grid, Matrix, Operand, Parts
@@ -26,7 +26,16 @@ class PlainMatrix(Matrix):
     def experts(self, down: Matrix, x: Tensor, routes: Routes, out: Tensor | None = None) -> Tensor:
         assert self.parts.held is not None
         operands = x, routes, self.values, down.values, self.parts.held, out
-        return expert_products(*operands, finish=self.finish)
+        beside = _beside(self.shared) if self.shared and len(x) <= MAX_BESIDE else None
+        return expert_products(*operands, finish=self.finish, beside=beside)
+
+    def carries(self, shared: tuple[Matrix, Matrix]) -> bool:
+        made = _beside(shared) if all(isinstance(each, PlainMatrix) for each in shared) else None
+        return made is not None and made.takes(self.values, self.finish)
+
+
+def _beside(shared: tuple[Matrix, Matrix]) -> Beside:
+    return Beside(*(matrix.values for matrix in shared))
 
 
 class Plain(Format):

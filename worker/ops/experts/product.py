@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from worker.config.checkpoint.experts import Held
@@ -27,6 +28,19 @@ class Finish(NamedTuple):
 
 
 PLAIN_FINISH = Finish()  # silu(gate) · up
+MAX_BESIDE = 16  # most tokens whose shared experts are computed beside their own
+
+
+class Beside(NamedTuple):
+    """Shared experts, which every token has: one feed-forward as wide as some of them."""
+
+    gate_up: Tensor  # [2 · some · width, hidden_size], gates before ups
+    down: Tensor  # [hidden_size, some · width]
+
+    def takes(self, gate_up: Tensor, finish: Finish) -> bool:
+        """Whether they can be computed beside experts of this stack."""
+        is_plain = finish.up_bias is finish.down_bias is None and finish[2:] == PLAIN_FINISH[2:]
+        return is_plain and len(self.gate_up) % gate_up.shape[1] == 0
 
 
 def gated_ref(products: Tensor, finish: Finish) -> Tensor:
@@ -58,6 +72,7 @@ def expert_products_ref(
     scales: tuple[Tensor, Tensor] | None = None,
     packed: PackedPair | None = None,
     finish: Finish = PLAIN_FINISH,
+    beside: Beside | None = None,
 ) -> Tensor:
     """The sum over this rank's experts of weight · down(silu(gate(x)) · up(x)): [n, hidden_size].
 
@@ -68,8 +83,9 @@ def expert_products_ref(
     None: to new memory. scales: of gate_up and of down in e4m3, stacks of
     scaled_product_ref's. packed: of both in four bits, [.., columns / 2], what else
     ops.packed.worth takes. A token without experts here gets zeros. An expert's part is rounded
-    to the dtype before the sum, which is in f32 and in the order of the token's experts. A row's
-    result depends on that row alone on a GPU, bit for bit.
+    to the dtype before the sum, which is in f32 and in the order of the token's experts; `beside`,
+    of at most MAX_BESIDE tokens with matrices in x's dtype, comes last. A row's result depends on
+    that row alone on a GPU, bit for bit.
     """
     # Of all tokens with all experts: no shape depends on where they go, as in a graph.
     if packed is not None:
@@ -93,6 +109,8 @@ def expert_products_ref(
         ])  # fmt: skip
     products = _plus(products, finish.down_bias)
     total = weighted_sum(products, routes, held, x.dtype)
+    if beside is not None:
+        total += F.linear(swiglu(F.linear(x, beside.gate_up)), beside.down)
     return total if out is None else out.copy_(total)
 
 
