@@ -37,6 +37,7 @@ from typing import Any
 from benchmarks.output import parser, shown, write
 from tests.support.engines import Running, Sections, running, value
 from tests.support.patience import until
+from tests.support.places import on_disk_bytes
 from worker.api import Sampling
 
 SYSTEM = 2048  # tokens, of all sessions
@@ -128,11 +129,6 @@ def resident_bytes() -> int:
     """Of this process, shared and pinned pages among them."""
     fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["VmRSS"].split()[0]) << 10
-
-
-def on_disk_bytes(folder: Path) -> int:
-    """Of all files below it, in whole blocks."""
-    return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file())
 
 
 def measured(options: argparse.Namespace, kind: str, pages: int) -> tuple[list[list[int]], Any]:
