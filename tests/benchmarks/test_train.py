@@ -260,7 +260,7 @@ def test_chats_in_glm_form_are_as_their_chat_template_renders_them() -> None:
                 num["calls"] += 1
             else:
                 messages.append({"role": "assistant", "content": final})
-        given = {"extra": {"enable_thinking": thinks}}
+        given: dict[str, Any] = {"extra": {"enable_thinking": thinks}}
         assert template.render(messages[:-1], tools=tools, **given) == "".join(parts)
         last = messages[-1]
         last["reasoning_content"] = thoughts
