@@ -2,6 +2,7 @@
 
     python -m benchmarks.tiers --json tiers.json
     python -m benchmarks.tiers --sessions 4 --turns 6 --scale 0.25 --tiers none,host
+    python -m benchmarks.tiers --memory --host-gib 0.25
     python -m benchmarks.tiers --model benchmarks/models/qwen3-8b.json --device cuda --hit 8192 \\
         --page-size 64 --chunk 8192 --sessions 12 --turns 8 --scale 4 --answer 8 --host-gib 40
 
@@ -13,7 +14,9 @@ Prefilled tokens stand beside the ideal: every token once. First tokens are of a
 nothing else, which it has to be. `--hit`: of prompts as long, computed and found in host memory.
 A config.json is a model of that shape with dummy weights. Exits with 1 if a tier saves less than
 two thirds of the tokens, or if an answer is another one; in bfloat16 answers are not compared, as
-what is computed with other chunks is rounded otherwise.
+what is computed with other chunks is rounded otherwise. `--memory` judges other figures, of a
+process for each kind: how much more of it is resident than without a tier, pinned pages included,
+what its directory takes, and whether the tier is full are as --host-gib says, within 3 %.
 """
 
 import argparse
@@ -24,7 +27,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,12 +37,14 @@ from typing import Any
 from benchmarks.output import parser, shown, write
 from tests.support.engines import Running, Sections, running, value
 from tests.support.patience import until
+from tests.support.places import on_disk_bytes
 from worker.api import Sampling
 
 SYSTEM = 2048  # tokens, of all sessions
 # (median, sigma) of lognormals: a session's files, what a tool returns, what the model says.
 FILES, APPENDED, SAID, MOST = (312, 1.48), (50, 1.43), (19, 1.0), 3125
 SHARE, LEAST_SAVED = 3, 3.0
+NEAR = 0.03  # of a tier's bytes
 
 
 class Session:
@@ -118,12 +125,18 @@ def hits(cluster: Running, options: argparse.Namespace, pages: int) -> dict[str,
     return medians | {"found / computed": medians["found"] / medians["computed"]}
 
 
+def resident_bytes() -> int:
+    """Of this process, shared and pinned pages among them."""
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) << 10
+
+
 def measured(options: argparse.Namespace, kind: str, pages: int) -> tuple[list[list[int]], Any]:
     """Answers and figures of one kind of tier."""
     with tempfile.TemporaryDirectory(prefix="kvlane-tiers-") as folder:
         tier: dict[str, Any] = {
-            "host": {"host_bytes": options.host_gib << 30},
-            "disk": {"directory": folder, "directory_bytes": options.host_gib << 30},
+            "host": {"host_bytes": most_bytes(options)},
+            "disk": {"directory": folder, "directory_bytes": most_bytes(options)},
         }
         config = sections(options, pages, tier.get(kind, {}))
         with running(config, num_prefill=0) as cluster:
@@ -145,10 +158,35 @@ def measured(options: argparse.Namespace, kind: str, pages: int) -> tuple[list[l
                 "first token, p90 s": sorted(first_s)[int(0.9 * len(first_s))],
                 "tier made s": began_at - made_at,
                 "took s": took_s,
+                "kept bytes": 0 if below is None else value(metrics.tier_bytes(kind)),
+                "on disk bytes": on_disk_bytes(Path(folder)),
+                "resident bytes": resident_bytes(),
             }
             if options.hit and kind == "host":
                 figures["hit"] = hits(cluster, options, pages)
     return said, figures
+
+
+def most_bytes(options: argparse.Namespace) -> int:
+    """Of a tier."""
+    return int(options.host_gib * (1 << 30))
+
+
+def off(options: argparse.Namespace, figures: dict[str, dict[str, float]]) -> list[str]:
+    """What memory or files are not as configured; `figures` by kind, "none" among them."""
+    most, found = most_bytes(options), list[str]()
+    for kind in [kind for kind in figures if kind != "none"]:
+        own = figures[kind]
+        more = own["resident bytes"] - figures["none"]["resident bytes"]
+        for what, got, wanted in (
+            ("resident", more, most * (kind == "host")),
+            ("on disk", own["on disk bytes"], most * (kind == "disk")),
+            ("kept", own["kept bytes"], most),
+        ):
+            share = (got - wanted) / most
+            print(f"{kind}: {what} {got / 2**20:,.1f} MiB of {wanted / 2**20:,.1f}, {share:+.1%}")
+            found += [f"{kind}: {what}"] * (abs(share) > NEAR)
+    return found
 
 
 def main() -> int:
@@ -163,7 +201,8 @@ def main() -> int:
     add("--page-size", type=int, default=16)
     add("--chunk", type=int, default=512, help="prompt tokens of one prefill step")
     add("--answer", type=int, default=MOST, help="tokens that a model says at most")
-    add("--host-gib", type=int, default=1, help="of a tier")
+    add("--host-gib", type=float, default=1, help="of a tier")
+    add("--memory", action="store_true", help="judge memory and files, not savings")
     add("--hit", type=int, default=0, help="tokens of prompts; 0: not measured")
     add("--device", default="cpu")
     add("--seed", type=int, default=0)
@@ -197,16 +236,23 @@ def compared(options: argparse.Namespace) -> int:
     print(f"{ideal:,} tokens, the longest session {longest:,}; a pool of {holds:,}")
     figures, answers = dict[str, Any](), dict[str, Any]()
     for kind in options.tiers.split(","):
-        answers[kind], figures[kind] = measured(options, kind, pages)
+        if options.memory:
+            with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+                answers[kind], figures[kind] = alone.submit(measured, options, kind, pages).result()
+        else:
+            answers[kind], figures[kind] = measured(options, kind, pages)
         print(f"{kind}: {figures[kind]}", flush=True)
     base, *others = figures
     saved = {kind: figures[base]["prefilled"] / figures[kind]["prefilled"] for kind in others}
     wrong = [kind for kind in others if answers[kind] != answers[base]]
     wrong = wrong if options.device == "cpu" else []
-    print(f"prefilled tokens of {base}, times those of others: {saved}; other answers: {wrong}")
+    if options.memory:
+        wrong += off(options, figures)
+    print(f"prefilled tokens of {base}, times those of others: {saved}; wrong: {wrong}")
     about = {"options": shown(options), "ideal": ideal, "pages": pages, "figures": figures}
     write(options.json, about | {"saved": saved, "wrong": wrong})
-    return int(bool(wrong) or min(saved.values(), default=LEAST_SAVED) < LEAST_SAVED)
+    saves = options.memory or min(saved.values(), default=LEAST_SAVED) >= LEAST_SAVED
+    return int(bool(wrong) or not saves)
 
 
 if __name__ == "__main__":

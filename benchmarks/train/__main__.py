@@ -1,7 +1,7 @@
-"""Makes the bundled model `tiny`, `tiny-hybrid`, `tiny-moe` or `tiny-oss` from nothing,
-`tiny-hybrid-moe` from `tiny-hybrid`, or a drafter for one.
+"""Makes the bundled model `tiny`, `tiny-hybrid`, `tiny-moe`, `tiny-oss` or `tiny-latent` from
+nothing, `tiny-hybrid-moe` from `tiny-hybrid`, or a drafter for one.
 
-    python -m benchmarks.train [--hybrid] [--moe] [--oss] [--out DIR]
+    python -m benchmarks.train [--hybrid] [--moe] [--oss] [--latent] [--out DIR]
     python -m benchmarks.train --drafter chain|dflash|mtp [--target DIR] [--out DIR]
 
 Writes weights and configs (for the model the tokenizer, too, unless there is one) to the output
@@ -28,14 +28,13 @@ from tokenizers import Tokenizer
 
 from benchmarks import accuracy
 from benchmarks.output import described
-from benchmarks.train import harmony
 from benchmarks.train.answers import Speaker
 from benchmarks.train.base import Drafter, Lesson, train_drafter
 from benchmarks.train.block_drafter import BlockDrafter
 from benchmarks.train.chain_drafter import ChainDrafter
 from benchmarks.train.data import ChatBatches, batches
 from benchmarks.train.experts import new_divided
-from benchmarks.train.model import CONFIGS, Recipe, new_model, save, save_model, train
+from benchmarks.train.model import CONFIGS, DIALECTS, Recipe, new_model, save, save_model, train
 from benchmarks.train.mtp_drafter import MtpDrafter, SparseMtpDrafter
 from benchmarks.train.tokenizer import save_tokenizer, train_tokenizer
 
@@ -69,8 +68,9 @@ def main() -> None:
     """Trains, saves, then judges the saved weights."""
     args = _parser().parse_args()
     made = MODELS[args.drafter]
-    args.name = "tiny" + "-hybrid" * args.hybrid + "-moe" * args.moe + "-oss" * args.oss
-    if args.hybrid or args.moe or args.oss:
+    kinds = "hybrid", "moe", "oss", "latent"
+    args.name = "-".join(("tiny", *(kind for kind in kinds if getattr(args, kind))))
+    if args.name != "tiny":
         made = made._replace(out=TARGET.with_name(args.name))
     for name in ("out", "steps", "batch", "lr", "target"):
         if getattr(args, name) is None:
@@ -99,9 +99,10 @@ def _make_target(args: argparse.Namespace) -> int:
     file = str(args.out / "tokenizer.json")
     of_text: Any = ()
     of_files: Any = ()
-    if args.oss:
-        of_text = harmony.SPECIAL_TOKENS, harmony.plain_text
-        of_files = harmony.CHAT_TEMPLATE, harmony.SPECIAL_TOKENS, harmony.ENDS[0]
+    dialect = DIALECTS.get(args.name)
+    if dialect:
+        of_text = dialect.special, dialect.shown, dialect.plain_text
+        of_files = dialect.template, dialect.special, dialect.end
     kept = (
         Tokenizer.from_file(file) if Path(file).exists() else train_tokenizer(args.seed, *of_text)
     )
@@ -109,8 +110,8 @@ def _make_target(args: argparse.Namespace) -> int:
     dataset = ChatBatches(args.out / "tokenizer.json", args.steps, args.batch, args.seed)
     if args.name == "tiny":
         dataset.reach = args.reach
-    if args.oss:
-        dataset.segments, dataset.forms = harmony.segments, False
+    if dialect:
+        dataset.segments, dataset.forms = dialect.segments, False
     if args.name == "tiny-hybrid-moe":
         dataset.newcomers = False  # of which the model that it is made of has seen none
     loader = batches(dataset, args.workers, pin=args.device.startswith("cuda"))
@@ -119,7 +120,7 @@ def _make_target(args: argparse.Namespace) -> int:
     else:
         made = new_model(args.name, args.seed)
     recipe = Recipe(args.steps, peak_lr=args.lr)
-    compiled = args.compile and not args.oss  # whose experts each have tokens of their own
+    compiled = args.compile and (dialect is None or dialect.compiled)
     train(made, loader, recipe, args.device, compiled, 60 * args.minutes)
     return save_model(made, args.out, CONFIGS[args.name])
 
@@ -152,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
         "--moe", action="store_true", help="make tiny-moe: layers of experts; both: tiny-hybrid-moe"
     )
     add("--oss", action="store_true", help="make tiny-oss: chats in harmony, experts in MXFP4")
+    add("--latent", action="store_true", help="make tiny-latent: latent attention, GLM's chats")
     add("--drafter", choices=tuple(MODELS), default="", help="make a drafter of this kind")
     add("--target", type=Path, help="the drafter's target")
     add("--steps", type=int, help="default: 7500, a drafter 640 (chain), 2000 (dflash), 1200 (mtp)")

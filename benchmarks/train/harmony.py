@@ -1,13 +1,10 @@
 """The bundled model `tiny-oss`: a small gpt-oss, its chats in harmony, its experts in MXFP4.
 
-What the chats say is as of `tiny`. The steps of an answer are its analysis, unless effort is low;
-a call has a sentence of analysis. Of a chat the model learns what follows the user's last message:
-analysis before that is left out, as the chat template does.
+What is thought is its analysis, unless effort is low.
 """
 
 import json
 import random
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from benchmarks.train.chats import Chat, short_chat
-from benchmarks.train.sums import newcomer_chat
+from benchmarks.train.chats import Chat
+from benchmarks.train.dialect import CALL, Dialect, thought
 from benchmarks.train.tools import RESULT
 from worker.ops.packed import as_packed, unpacked, worth
 
@@ -52,7 +49,6 @@ CONFIG: dict[str, Any] = {
     },
 }  # fmt: skip
 GENERATION = {"eos_token_id": [1, 2, 0], "pad_token_id": 0, "do_sample": False}
-CALL = re.compile(r'<tool_call>\n\{"name": "(.*?)", "arguments": (\{.*\})\}\n</tool_call>')
 TYPES = {"integer": "number", "array": "any[]"}
 
 
@@ -119,21 +115,11 @@ def _type(entry: dict[str, Any]) -> str:
 
 def answered(said: str, effort: str) -> tuple[str, str, str]:
     """(analysis, the message without it, what ends it) of what `tiny` would say."""
+    analysis, final = ("", said) if effort == "low" else thought(said)
     if call := CALL.fullmatch(said):
         head = f" to=functions.{call[1]}<|channel|>commentary json<|message|>"
-        return "" if effort == "low" else f"I call {call[1]}.", head + call[2], ENDS[1]
-    lines = said.splitlines()
-    num = len(lines) - 2 if effort != "low" and lines[-1].startswith("#### ") else 0
-    final = "\n".join(lines[num:])
-    return "\n".join(lines[:num]), f"<|channel|>final<|message|>{final}", ENDS[0]
-
-
-def plain_text(rng: random.Random) -> Iterator[str]:
-    """What the chats say, between special tokens."""
-    for index in range(24_000):
-        chat = newcomer_chat(rng) if index % 2 else short_chat(rng)
-        for part in segments(chat):
-            yield from re.split(r"<\|\w+\|>", part)
+        return analysis, head + call[2], ENDS[1]
+    return analysis, f"<|channel|>final<|message|>{final}", ENDS[0]
 
 
 class Rounded(nn.Module):
@@ -182,3 +168,14 @@ def published(model: Any) -> dict[str, Tensor]:
         made[f"{name}_blocks"] = pairs.unflatten(2, (groups, GROUP // 2))
         made[f"{name}_scales"] = scales
     return made
+
+
+DIALECT = Dialect(
+    CONFIG,
+    CHAT_TEMPLATE,
+    SPECIAL_TOKENS,
+    ENDS[0],
+    segments,
+    round_experts,
+    compiled=False,  # experts each have tokens of their own
+)

@@ -3,7 +3,7 @@
 `tiny` is a Qwen3 of 2.4 million parameters, `tiny-hybrid` a Qwen3.5 of 1.4, three of four of its
 layers recurrent, `tiny-moe` a Qwen3-MoE of 1.8, of which a token has two of eight experts,
 `tiny-hybrid-moe` a Qwen3.5 MoE of 1.9, made of `tiny-hybrid` (see experts.py), `tiny-oss` a gpt-oss
-of 2.2 with experts in MXFP4 (see harmony.py).
+of 2.2 with experts in MXFP4 (see harmony.py), `tiny-latent` a GLM-4.7-Flash of 2.0 (see glm.py).
 """
 
 import json
@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from benchmarks.train import harmony
+from benchmarks.train import glm, harmony
 from benchmarks.train.data import IGNORED, LONG_ROW
 
 TIMED_FROM = 12  # step, behind what is compiled
@@ -37,7 +37,8 @@ def bundled_config(name: str) -> dict[str, Any]:
 CONFIGS: dict[str, dict[str, Any]] = {
     name: bundled_config(name) for name in ("tiny", "tiny-hybrid", "tiny-moe", "tiny-hybrid-moe")
 }
-CONFIGS["tiny-oss"] = harmony.CONFIG
+DIALECTS = {"tiny-oss": harmony.DIALECT, "tiny-latent": glm.DIALECT}
+CONFIGS |= {name: dialect.config for name, dialect in DIALECTS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,8 @@ def new_model(name: str, seed: int) -> Any:
     # One after the other: what multiplies several experts at once takes bfloat16 alone.
     how = {"experts_implementation": "eager"} if name == "tiny-oss" else {}
     made: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), **how).float()
-    if name == "tiny-oss":
-        harmony.round_experts(made)
+    if name in DIALECTS:
+        DIALECTS[name].prepare(made)
     return made
 
 

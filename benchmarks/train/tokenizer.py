@@ -32,11 +32,13 @@ CHAT_TEMPLATE = "".join(
 def train_tokenizer(
     seed: int,
     special: Sequence[str] = SPECIAL_TOKENS,
+    shown: Sequence[str] = (),
     text: Callable[[random.Random], Iterator[str]] | None = None,
 ) -> Tokenizer:
     """A tokenizer of `vocab_size` entries; any UTF-8 text survives encode and decode.
 
-    text: what it is made for, without special tokens; None: what `tiny` says.
+    shown: further tokens of their own, which decoding does not skip. text: what it is made for,
+    without either; None: what `tiny` says.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -48,13 +50,16 @@ def train_tokenizer(
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=CONFIG["vocab_size"],
-        special_tokens=list(special),
+        special_tokens=[*special, *shown],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator((text or _plain_text)(random.Random(seed)), trainer)
     assert tokenizer.get_vocab_size() == CONFIG["vocab_size"], "the text gave too few merges"
-    return tokenizer
+    made = json.loads(tokenizer.to_str())
+    for token in made["added_tokens"]:
+        token["special"] = token["content"] not in shown
+    return Tokenizer.from_str(json.dumps(made))
 
 
 def save_tokenizer(

@@ -232,7 +232,7 @@ class Queue:
             with_leader, after = _follow(req, decode)
             among = with_leader or preferred or decode
             if req.session and self._policy.follows_sessions:
-                at = self.sessions.choose(req.session, among)
+                at = self.sessions.choose(req.session, among, len(req.prompt))
                 among = among if at is None else [at]
             route = self._policy.choose(req.prompt, among, prefill, req.salt)
             self._send(req, route, after)

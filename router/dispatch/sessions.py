@@ -1,6 +1,7 @@
 """Sessions: where the KV of a conversation is, and for how long it pauses between its turns.
 
-A turn goes where the last one went, unless that worker is hot or gone. A new session goes to the
+A turn goes where the last one went, unless that worker is hot or gone, or others' prompts wait
+there while another worker is idle. A new session goes to the
 worker that has fewest; of equals to the first in an order of its own (rendezvous hashing by names).
 
 All routers agree as far as workers tell them: every Pong names the turns that have come last to a
@@ -24,6 +25,7 @@ Where = Literal["home", "moved", "new"]  # went a turn, by where its session was
 
 CAPACITY = 1 << 16  # sessions: some 30 MB
 FORGOTTEN_S = 900.0  # after its last turn a session is a new one
+LATER = 0.25  # of a turn's tokens: where more wait at home, computing all of them may be sooner
 HOTTER = 0.5  # of a worker's rows, above the mean: a new session passes it over
 MAX_OWNERS, NUM_PAUSES, MIN_PAUSES = 1024, 128, 8
 QUANTILE = 0.9  # of pauses, for which pages are kept
@@ -88,21 +90,22 @@ class Sessions:
             return UNKNOWN_S
         return min(MOST_S, max(LEAST_S, ranked[int(QUANTILE * len(ranked))]))
 
-    def choose(self, name: str, decode: Sequence[Known]) -> Known | None:
-        """The worker for a turn of this session; None: all are hot."""
+    def choose(self, name: str, decode: Sequence[Known], num_tokens: int) -> Known | None:
+        """The worker for a turn of this session, of a prompt of num_tokens; None: all are hot."""
         session = self._known.get(name)
         home = session.home if session is not None else ""
         at_home = next((one for one in decode if one.peer == home and one.load < 1), None)
-        if at_home is not None:
+        waits = at_home is not None and at_home.num_queued_tokens > LATER * num_tokens
+        if at_home is not None and not waits:
             return at_home
         hot = min(1.0, HOTTER + sum(known.load for known in decode) / len(decode))
-        cool = [known for known in decode if known.load < hot]
+        cool = [known for known in decode if known.load < hot and not (waits and known.load)]
 
         def order(known: Known) -> tuple[int, bytes]:
             rank = blake2b(f"{name}/{known.member.name}".encode(), digest_size=8).digest()
             return self._num_at[known.peer], rank
 
-        return min(cool, key=order, default=None)
+        return min(cool, key=order, default=at_home)
 
     def sent(self, name: str, peer: PeerId) -> Where:
         """A turn goes to this worker, where its session is from then on."""

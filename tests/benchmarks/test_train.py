@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from benchmarks.accuracy import load_model
-from benchmarks.train import base, experts, harmony, model, problems
+from benchmarks.train import base, experts, glm, harmony, model, problems
 from benchmarks.train.answers import Said, Speaker, set_right
 from benchmarks.train.arithmetic import evaluate
 from benchmarks.train.base import Drafter, Lesson, train_drafter
@@ -21,6 +22,7 @@ from benchmarks.train.block_drafter import BlockDrafter
 from benchmarks.train.chain_drafter import ChainDrafter
 from benchmarks.train.chats import long_chat
 from benchmarks.train.data import IGNORED
+from benchmarks.train.dialect import CALL, thought
 from benchmarks.train.model import save
 from benchmarks.train.mtp_drafter import SPARSE, SparseMtpDrafter
 from benchmarks.train.sums import newcomer_chat
@@ -216,7 +218,7 @@ def test_chats_in_harmony_are_as_their_chat_template_renders_them() -> None:
             role, content = ("tool", result[1]) if result else ("user", user)
             messages.append({"role": role, "content": content})
             analysis, message, end = harmony.answered(said, effort)
-            if call := harmony.CALL.fullmatch(said):
+            if call := CALL.fullmatch(said):
                 num_calls += 1
                 called = {"name": call[1], "arguments": json.loads(call[2])}
                 messages.append({"role": "assistant", "tool_calls": [{"function": called}]})
@@ -231,23 +233,74 @@ def test_chats_in_harmony_are_as_their_chat_template_renders_them() -> None:
     assert num_calls
 
 
-def test_a_small_gpt_oss_is_trained_as_it_is_saved_and_served(tmp_path: Path) -> None:
-    """Its experts are rounded to MXFP4 while it learns: nothing changes when it is published."""
-    made = model.new_model("tiny-oss", 0).eval()
+def test_chats_in_glm_form_are_as_their_chat_template_renders_them() -> None:
+    """Up to the last answer; a call's thoughts are there where a client sends them back."""
+    template, rng, num = ChatTemplate(glm.DIALECT.template, {}), random.Random(5), Counter[str]()
+    for made in (newcomer_chat, newcomer_chat, long_chat) * 40:
+        chat = made(rng)
+        *parts, answer = glm.segments(chat)
+        thinks = parts[-1].endswith("<think>")
+        told, _, listed = (chat.system or "").partition("<tools>\n")
+        lines = listed.partition("\n</tools>")[0].splitlines()
+        tools = [{"type": "function", "function": json.loads(line)} for line in lines]
+        messages: list[dict[str, Any]] = []
+        if told:
+            messages = [{"role": "system", "content": told.rstrip()}]
+        for user, said in chat.turns:
+            result = re.fullmatch(r"<tool_response>\n(.*)\n</tool_response>", user, re.DOTALL)
+            role, content = ("tool", result[1]) if result else ("user", user)
+            messages.append({"role": role, "content": content})
+            thoughts, final = thought(said) if thinks else ("", said)
+            if call := CALL.fullmatch(said):
+                called = {"name": call[1], "arguments": json.loads(call[2])}
+                messages.append({"role": "assistant", "tool_calls": [{"function": called}]})
+                if thinks and len(parts) > 1:
+                    messages[-1]["reasoning_content"] = thoughts
+                    num["sent back"] += 1
+                num["calls"] += 1
+            else:
+                messages.append({"role": "assistant", "content": final})
+        given: dict[str, Any] = {"extra": {"enable_thinking": thinks}}
+        assert template.render(messages[:-1], tools=tools, **given) == "".join(parts)
+        last = messages[-1]
+        last["reasoning_content"] = thoughts
+        whole = template.render(messages, tools=tools, add_generation_prompt=False, **given)
+        if thinks and not thoughts:  # which who reads it cannot tell
+            answer = answer.replace("</think>", "", 1)
+            whole = "<think>".join(whole.rsplit("</think>", 1))
+        end = "<|observation|>" if "tool_calls" in last else "<|user|>"
+        assert "".join(parts) + answer == whole + end
+        num["thinks"] += thinks
+    assert 60 < num["thinks"] < 120
+    assert 0 < num["sent back"] < num["calls"]
+
+
+@pytest.mark.parametrize("name", ["tiny-oss", "tiny-latent"])
+def test_a_model_of_a_dialect_is_trained_as_it_is_saved_and_served(
+    name: str, tmp_path: Path
+) -> None:
+    """Experts are rounded to MXFP4, or all computed, while it learns: served they say the same."""
+    made, is_oss = model.new_model(name, 0), name == "tiny-oss"
     ids = torch.tensor([[5, 17, 101, 3]])
+    for _ in range(20):
+        made(ids)  # training: experts that no token has chosen gain
+    stored = {part: weight.bfloat16().float() for part, weight in made.state_dict().items()}
+    made.load_state_dict(stored)
     with torch.inference_mode():
-        wanted = made(ids).logits[0]
-    model.save_model(made, tmp_path, model.CONFIGS["tiny-oss"])
-    assert (tmp_path / "model.safetensors").stat().st_size < 3.5e6
+        wanted = made.eval()(ids).logits[0]
+    model.save_model(made, tmp_path, model.CONFIGS[name])
+    assert (tmp_path / "model.safetensors").stat().st_size < 4e6
     shape = read_model_shape(tmp_path)
-    assert shape.quantization is not None
-    assert shape.eos_token_ids == (1, 2, 0)
+    assert (shape.quantization is not None) == is_oss
+    assert set(shape.eos_token_ids) == {0, 1, 2}
     placement = Placement(SingleCollective(), torch.float32, torch.device("cpu"))
     engine = Engine(load_worker_model(tmp_path, shape, placement))
     found, _ = engine.step([0, 0], [ids[0].tolist(), [1]])
     engine.pool.close()
-    torch.testing.assert_close(found, wanted, atol=0.03, rtol=0.1)  # others are stored in bfloat16
-    rounded = load_file(tmp_path / "model.safetensors")[
-        "model.layers.0.mlp.experts.down_proj_blocks"
-    ]
-    assert rounded.shape == (8, 192, 2, 16)
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
+    saved = load_file(tmp_path / "model.safetensors")
+    if is_oss:
+        assert saved["model.layers.0.mlp.experts.down_proj_blocks"].shape == (8, 192, 2, 16)
+    else:
+        bias = saved["model.layers.1.mlp.gate.e_score_correction_bias"]
+        assert bias.min() < 0 < bias.max()

@@ -17,6 +17,7 @@ from tests.equivalence import test_dense_laws as dense_laws
 from tests.equivalence import test_models as models
 from tests.equivalence.test_dense_laws import SERVED, saved
 from tests.equivalence.test_hybrid_mutants import mutate
+from tests.support.identity import WITHOUT_EIGHT_BITS
 from tests.support.pairwise import in_whole, one_in
 from tests.support.prompts import chat_ids, tokenizer
 from worker.config import BUNDLED, ModelConfig
@@ -91,7 +92,7 @@ def mean_kl(whole: Callable[[], models.Engine], eight: Callable[[], models.Engin
     return float(torch.cat(diverged).mean())
 
 
-@pytest.mark.parametrize("name", one_in(2, [n for n in BUNDLED if n != "tiny-oss"]))  # refused
+@pytest.mark.parametrize("name", one_in(2, [n for n in BUNDLED if n not in WITHOUT_EIGHT_BITS]))
 def test_a_bundled_model_says_nearly_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mean KL of the next token's distribution over problems with their answers, in nats.
 

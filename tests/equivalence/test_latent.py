@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_upper_left
 
+from benchmarks.accuracy import load_model
 from tests.equivalence import test_dense_laws as dense_laws
 from tests.equivalence import test_models as models
 from tests.equivalence.test_eight_bit_kv import WAYS
@@ -20,6 +21,7 @@ from tests.support.pairwise import in_whole, one_in
 from tests.support.places import place
 from worker.attention import latent as backend
 from worker.cache.layout import ModelLayout
+from worker.config import BUNDLED, ModelConfig
 from worker.config.checkpoint.experts import Division
 from worker.config.checkpoint.shape import read_model_shape
 from worker.drafts.chain import ChainDrafter
@@ -35,6 +37,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @cache
 def saved(case: str) -> tuple[Path, torch.nn.Module]:
     """(directory of a model, transformers' own)."""
+    if case in BUNDLED:
+        path = ModelConfig(path=case).directory
+        return path, load_model(path)[0]
     path = place("latent") / case
     return path, save_latent(path, case)
 
@@ -98,10 +103,12 @@ SHORT = [
     ("v3", "pulled, two ranks, ngram"), ("v3", "preempted"),
     ("v2-lite", "pulled from two ranks"), ("v2-lite", "chunks, ngram"),
 ]  # fmt: skip
+TRAINED = "tiny-latent", "pulled, two ranks, ngram"
 
 
 @pytest.mark.parametrize(
-    ("case", "way"), [*SHORT, *in_whole(*(each for each in SERVED if each not in SHORT))]
+    ("case", "way"),
+    [*SHORT, TRAINED, *in_whole(*(each for each in SERVED if each not in SHORT))],
 )
 def test_whatever_serves_a_request_changes_nothing(case: str, way: str) -> None:
     assert dense_laws.served(saved(case)[0], WAYS[way]) == greedy(case)

@@ -28,9 +28,10 @@ LONG_CYCLES = 2_000_000_000  # about a second of a GPU
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Form], Arena | Directory]:
     def made(form: Form) -> Arena | Directory:
         size = form.object_bytes
+        most = 8 * (size + 4096)
         if request.param == "host":
-            return Arena(8 * (size + 4096), size, registered=True)
-        return Directory(tmp_path / "tier", form, 8 * size, pinned=True)
+            return Arena(most, size, registered=True)
+        return Directory(tmp_path / "tier", form, most, pinned=True)
 
     return made
 

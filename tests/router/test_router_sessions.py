@@ -9,6 +9,7 @@ import httpx
 import msgspec
 import openai
 import pytest
+from msgspec.structs import replace
 
 from router.dispatch.members import Known
 from router.dispatch.sessions import FORGOTTEN_S, LEAST_S, MOST_S, UNKNOWN_S, Sessions
@@ -17,7 +18,7 @@ from tests.fault.router_doubles import DecodeDouble, Serve, metric, speak
 from tests.support.patience import HANG_S
 from worker.api import Member, WorkerStats
 
-ROWS = 16
+ROWS, NUM_TOKENS = 16, 1000
 HELLO = {"model": "small", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 CLAUDE = json.dumps({"session_id": "u", "device_id": "x"})
 
@@ -39,7 +40,7 @@ class Clock:
 def turn(sessions: Sessions, name: str, decode: list[Known]) -> tuple[str, str]:
     """Whereto a turn goes that is over at once, and where that was."""
     sessions.begin(name)
-    known = sessions.choose(name, decode)
+    known = sessions.choose(name, decode, NUM_TOKENS)
     assert known is not None
     where = sessions.sent(name, known.peer)
     sessions.end(name)
@@ -68,7 +69,25 @@ def test_a_turn_leaves_a_hot_worker_and_one_that_is_gone() -> None:
     assert turn(sessions, "owner/s", left)[1] == "moved"
     for known in decode:
         known.num_sent = ROWS
-    assert sessions.choose("owner/s", decode) is None, "all are hot: the policy's own cost decides"
+    at = sessions.choose("owner/s", decode, NUM_TOKENS)
+    assert at is None, "all are hot: the policy's own cost decides"
+
+
+def test_a_turn_leaves_home_while_prompts_wait_there_alone() -> None:
+    """Of more than a part of its own tokens, and another worker is idle: it is sooner there."""
+    sessions, decode = Sessions(), workers(3)
+    home, _ = turn(sessions, "owner/s", decode)
+    (busy,) = [known for known in decode if known.peer == home]
+    others = [known for known in decode if known is not busy]
+    busy.num_sent = others[0].num_sent = others[1].num_sent = 1
+    busy.stats = replace(busy.stats, num_queued_tokens=NUM_TOKENS // 2)
+    assert turn(sessions, "owner/s", decode) == (home, "home"), "nobody is idle"
+    others[1].num_sent = 0
+    assert turn(sessions, "owner/s", decode) == (others[1].peer, "moved")
+    assert turn(sessions, "owner/s", decode) == (others[1].peer, "home")
+    busy.stats = replace(busy.stats, num_queued_tokens=NUM_TOKENS // 5)
+    sessions.sent("owner/s", home)
+    assert turn(sessions, "owner/s", decode) == (home, "home"), "few wait"
 
 
 def test_routers_agree_by_what_workers_tell() -> None:

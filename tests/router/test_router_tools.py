@@ -26,6 +26,7 @@ from tests.router.parser_cases import THOUGHT, message
 from tests.support.mutants import TOOLS
 from tests.support.prompts import accepts, ll_tokenizer
 from worker.api import FinishReason, Generate, Stop
+from worker.config import ModelConfig
 
 LOOP = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 ARGUMENTS = '{"city": "é 😀"}'
@@ -242,6 +243,28 @@ def test_the_template_says_the_format_and_a_demanded_call_keeps_to_it(
     grammar = double.take()[1].sampling.grammar
     assert grammar_accepts(text, grammar, answer)
     assert not grammar_accepts(text, grammar, "no call")
+
+
+def test_the_bundled_latent_model_s_thoughts_and_calls_are_told_apart(serve: Serve) -> None:
+    text = Text(ModelConfig(path="tiny-latent").directory)
+    call = "<tool_call>weather<arg_key>city</arg_key><arg_value>x</arg_value></tool_call>"
+    said = f"I call weather.</think>{call}"
+    served = answering(serve, text, said)
+    for more in ({}, {"tool_choice": "required"}):
+        served.double.says(text, f"{said}<|observation|>")
+        body: dict[str, Any] = {"messages": HELLO, "tools": TOOLS, **more}
+        choice = served.post("chat/completions", **body).json()["choices"][0]
+        made = choice["message"]
+        called = [each["function"] for each in made["tool_calls"]]
+        assert [(each["name"], json.loads(each["arguments"])) for each in called] == [
+            ("weather", {"city": "x"})
+        ]
+        assert (made["reasoning_content"], made["content"] or "") == ("I call weather.", "")
+        assert choice["finish_reason"] == "tool_calls"
+        asked = served.double.take()[1]
+    assert text.decode(asked.tokens, skip_special_tokens=False).endswith("<|assistant|><think>")
+    assert grammar_accepts(text, asked.sampling.grammar, said)
+    assert not grammar_accepts(text, asked.sampling.grammar, "I call.</think>no call")
 
 
 def test_harmony_is_told_apart_and_its_calls_are_constrained(serve: Serve, tmp_path: Path) -> None:

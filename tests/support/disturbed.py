@@ -32,6 +32,7 @@ class Size:
     num_bytes: int
     num_threads: int
     num_files: int
+    num_shared_bytes: int  # beside these
 
     @property
     def lasts(self) -> bool:
@@ -64,7 +65,8 @@ def size_of(pid: int, line: str) -> Size | None:
     if "VmRSS" not in fields:
         return None
     all_kib, shared_kib = (int(fields[name].split()[0]) for name in ("VmRSS", "RssShmem"))
-    return Size(line[:60], (all_kib - shared_kib) << 10, int(fields["Threads"]), num_files)
+    sizes = int(fields["Threads"]), num_files, shared_kib << 10
+    return Size(line[:60], (all_kib - shared_kib) << 10, *sizes)
 
 
 def sizes() -> dict[int, Size]:

@@ -22,6 +22,7 @@ from worker.start.load import _load_weights
 
 RECORD = Path(__file__).with_name("identities.json")
 EIGHT_BITS = "float8_e4m3fn"
+WITHOUT_EIGHT_BITS = "tiny-oss", "tiny-latent"  # keys with a bias, and latents, lose too much
 # Target and drafter; a drafter's directory is tiny-chain's, tiny-dflash's or the target's own.
 MODELS = (
     ("tiny", "none"),
@@ -29,6 +30,7 @@ MODELS = (
     ("tiny", "dflash"),
     ("tiny-moe", "none"),
     ("tiny-oss", "none"),
+    ("tiny-latent", "none"),
     ("tiny-hybrid", "none"),
     ("tiny-hybrid", "mtp"),
     ("tiny-hybrid-moe", "mtp"),
@@ -44,8 +46,7 @@ def identities(dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> dict[str, d
     for path, drafter in MODELS:
         for dtype in dtypes:
             digest = ""
-            # Keys with a bias lose too much in eight bits.
-            for kv_dtype in ("auto",) if path == "tiny-oss" else ("auto", EIGHT_BITS):
+            for kv_dtype in ("auto",) if path in WITHOUT_EIGHT_BITS else ("auto", EIGHT_BITS):
                 config = WorkerConfig.model_validate(
                     {
                         "role": "decode",

@@ -69,7 +69,8 @@ class Worker:
     def stats(self) -> WorkerStats:
         running, book = len(self.queues.running), self.queues.book
         waiting = len(self.turns) - running
-        return WorkerStats(running, waiting, self.rows, book.num_available, book.num_pages)
+        queued = sum(len(req.tokens) - req.num_planned_tokens for req in self.queues.local)
+        return WorkerStats(running, waiting, self.rows, book.num_available, book.num_pages, queued)
 
 
 class Simulated:
@@ -140,7 +141,7 @@ class Simulated:
             self._later(AGAIN_S, lambda: self._place(turn))
             return
         if self._policy.follows_sessions:
-            at = self._sessions.choose(turn.session, decode)
+            at = self._sessions.choose(turn.session, decode, len(turn.tokens))
             decode = decode if at is None else [at]
         peer = self._policy.choose(turn.tokens, decode, []).decode
         self.num_moved += self._sessions.sent(turn.session, peer) == "moved"

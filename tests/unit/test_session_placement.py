@@ -3,11 +3,14 @@
 16 sessions of 12 turns with a system prompt in common (`tests.support.simulated_sessions`).
 """
 
+import random
 from functools import cache
 
+import numpy as np
 import pytest
 
 from router.dispatch.policy import PrefixAware
+from tests.support.pairwise import in_whole
 from tests.support.simulated_sessions import Simulated
 
 SESSIONS, TURNS, ROWS = 16, 12, 64
@@ -35,6 +38,22 @@ def test_no_first_token_is_later_than_with_least_loaded(q: float) -> None:
     least = served(4, "least_loaded")
     print(f"q {q}: {served(4).first_token_s(q):.3f} s, least_loaded {least.first_token_s(q):.3f} s")
     assert served(4).first_token_s(q) <= least.first_token_s(q)
+
+
+@pytest.mark.parametrize(("sessions", "pages"), [(16, 1600), *in_whole((48, 4320))])
+def test_nor_where_pools_hold_half_of_the_sessions(sessions: int, pages: int) -> None:
+    """Of four traces together: a trace has two turns in its last hundredth."""
+    late = dict[str, float]()
+    for name in ("least_loaded", "prefix_aware"):
+        random.seed(1)  # of equals they take one at random
+        waits = list[float]()
+        for seed in range(1, 5):
+            simulated = Simulated(4, pages, ROWS, policy_name=name, seed=seed)
+            simulated.run(sessions, TURNS)
+            waits += [turn.told_at - turn.at for turn in simulated.ended]
+        late[name] = float(np.quantile(waits, 0.99))
+    print(f"{sessions} sessions, p99 of the first token, s: {late}")
+    assert late["prefix_aware"] <= late["least_loaded"]
 
 
 def test_a_killed_worker_s_sessions_move_and_none_fails() -> None:

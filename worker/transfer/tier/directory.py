@@ -22,6 +22,7 @@ from worker.transfer.tier.objects import Corrupt, Form
 log = logging.getLogger("kvlane.tier")
 
 SUFFIX, BEGUN = ".kv", ".begun"
+BLOCK = 4096  # of a file system
 LOOK_S, LOOK_SHARE = 0.5, 20  # between two looks; and so many times as long as the last one took
 STALE_S = 600.0  # after which a file that was begun is nobody's
 
@@ -31,7 +32,12 @@ class Found(NamedTuple):
 
     used_at: float  # seconds since 1970, by its file's time
     path: Path
-    num_bytes: int
+    num_bytes: int  # of its blocks on the disk
+
+
+def in_blocks(num_bytes: int) -> int:
+    """What a file of this length takes; not as told by the disk, which allocates late."""
+    return -(-num_bytes // BLOCK) * BLOCK
 
 
 def objects_below(root: Path) -> Iterator[Found]:
@@ -45,7 +51,7 @@ def objects_below(root: Path) -> Iterator[Found]:
             except FileNotFoundError:
                 continue  # evicted meanwhile
             if entry.name.endswith(SUFFIX):
-                yield Found(stat.st_mtime, Path(entry.path), stat.st_size)
+                yield Found(stat.st_mtime, Path(entry.path), in_blocks(stat.st_size))
             elif entry.name.startswith(BEGUN) and time.time() - stat.st_mtime > STALE_S:
                 Path(entry.path).unlink(missing_ok=True)
 
@@ -62,6 +68,7 @@ class Directory(PageStore):
         """pinned: of memory by way of which objects are read and written."""
         self._root, self._own = root, root / form.owner
         self._most_bytes, self._object_bytes = num_bytes, form.object_bytes
+        self._file_bytes = in_blocks(form.object_bytes)
         self._pinned, self._buffers = pinned, threading.local()
         for folder in (root, self._own):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -104,7 +111,7 @@ class Directory(PageStore):
             except OSError:
                 begun.unlink(missing_ok=True)
                 raise
-        self._note(path, self._object_bytes)
+        self._note(path, self._file_bytes)
         return True
 
     def get(self, key: bytes, take: Take) -> None:
@@ -121,7 +128,7 @@ class Directory(PageStore):
             if at < self._object_bytes or file.read(1):
                 raise Corrupt("its file has another length")
             os.utime(fd)
-        self._note(path, self._object_bytes)
+        self._note(path, self._file_bytes)
         take(staged)
 
     def forget(self, key: bytes = b"") -> None:
@@ -150,7 +157,7 @@ class Directory(PageStore):
                 self._own_keys.discard(bytes.fromhex(path.stem))
 
     def _make_room(self) -> None:
-        while self._files and self.num_bytes + self._object_bytes > self._most_bytes:
+        while self._files and self.num_bytes + self._file_bytes > self._most_bytes:
             path = next(iter(self._files))
             path.unlink(missing_ok=True)
             self._leave_out(path)
