@@ -193,7 +193,7 @@ def latent_attention(q: Tensor, rows: Tensor, plan: PagedPlan, out: Tensor) -> T
     assert q.stride()[1:] == rows.stride()[2:] == (shape.head_dim, 1)
     assert out.is_contiguous()
     constants, options = constants_of(tiles, shape, rows.shape[2])
-    # The next kernel may start early; this one does if each of its programs has an SM.
+    # The next kernel may start early; this one does if all its programs have an SM.
     options |= overlap(q) if tiles.early else {"PDL": overlap(q)["PDL"]}
     _latent_kernel[(tiles.programs,)](
         q, out, rows, plan.page_table, plan.items, plan.counts, plan.partial, plan.stats,

@@ -30,7 +30,7 @@ class PlainMatrix(Matrix):
         return expert_products(*operands, finish=self.finish, beside=beside)
 
     def carries(self, shared: tuple[Matrix, Matrix]) -> bool:
-        made = _beside(shared) if all(isinstance(each, PlainMatrix) for each in shared) else None
+        made = _beside(shared) if all(isinstance(m, PlainMatrix) for m in shared) else None
         return made is not None and made.takes(self.values, self.finish)
 
 

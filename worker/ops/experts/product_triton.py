@@ -258,7 +258,7 @@ def _grouped_kernel(
     GRAIN, STAGES, of_rows: see _skinny_gemm_kernel; KIND, GROUP, zeros, factors: of weights in four
     bits, see multiply_packed; KIND below 0: in more. bias: [COUNT, rows of w], or None; GAIN, PLUS,
     LIMIT: see Finish. shared: [2 · SHARED · N, K] or [N, SHARED · K], see Beside; behind all rows
-    a shared expert has one for each of num_tokens. boxes: None, or a descriptor of w by rows, of
+    a shared expert has num_tokens more. boxes: None, or a descriptor of w by rows, of
     blocks [columns of the output in a tile, BLOCK_K].
     """
     item, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
