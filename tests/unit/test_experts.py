@@ -194,7 +194,11 @@ else:
     ]  # fmt: skip
 
     def check(
-        case: Case, routes: Any = route_triton, products: Any = product_triton, alike: float = 1
+        case: Case,
+        routes: Any = route_triton,
+        products: Any = product_triton,
+        alike: float = 1,
+        eight_bits: bool = True,
     ) -> None:
         """Kernels of these modules against the definitions; some tokens are padding, all NaN.
 
@@ -244,7 +248,7 @@ else:
             exact = expert_products_ref(x, wanted, up, down, held, **how)
             error = (sums - exact)[live].abs().max()
             assert error <= BOUNDS[dtype] * exact.abs().max().clamp_min(1e-3)
-        if 2 * width % 16 or size % 16:
+        if 2 * width % 16 or size % 16 or not eight_bits:
             return
         eight, scales = zip(*(in_eight_bits(each) for each in (up, down)), strict=True)
         with poisoned():
@@ -360,11 +364,11 @@ else:
                 check((*case, choice), **changed)
             check(ONE_HAS_ALL, **changed, alike=0.01)
             check((5, *case[1:], "plain"), **changed)
-            check(MORE_THAN_A_TAIL, **changed, alike=0.01)
+            check(MORE_THAN_A_TAIL, **changed, alike=0.01, eight_bits=False)
 
         with pytest.raises((AssertionError, IndexError, ValueError)):
             check_all()
 
     def test_an_expert_may_have_all_tokens() -> None:
         check(ONE_HAS_ALL, alike=0.01)
-        check(MORE_THAN_A_TAIL, alike=0.01)
+        check(MORE_THAN_A_TAIL, alike=0.01, eight_bits=False)
