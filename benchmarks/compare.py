@@ -10,16 +10,23 @@ median over starts. The order is before, after, after, before, ..., so that a ma
 slower counts for both. The interval holds 95 % of the ratios when starts are drawn anew, with
 replacement, among each checkout's own. The JSON file is written after each start.
 
+With `--slot S` one start of each runs at the same time, S seconds by turns (SIGSTOP, SIGCONT), so
+that a machine whose speed changes within seconds is the same for both; of a GPU nothing is shared.
+
 It takes any benchmark that writes `--json` as `benchmarks.engine` or `router` does.
 """
 
+import itertools
 import json
+import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,16 +66,37 @@ def ratio(before: Sequence[float], after: Sequence[float]) -> Ratio:
     return Ratio(statistics.median(after) / statistics.median(before), low, high)
 
 
-def start(checkout: Path, command: Sequence[str]) -> list[dict[str, Any]]:
-    """Run the benchmark once; its rows, of which each has `median_ms`.
+def take_turns(
+    checkouts: Sequence[Path], command: Sequence[str], slot_s: float
+) -> list[list[dict[str, Any]]]:
+    """Run the benchmark once in all of them, one for `slot_s` after the other; rows of each.
 
-    Raises subprocess.CalledProcessError if it fails.
+    Raises subprocess.CalledProcessError if one fails; the others are killed.
     """
-    with tempfile.TemporaryDirectory(prefix="kvlane-compare-") as place:
-        result = Path(place) / "result.json"
-        whole = [sys.executable, "-m", *command, "--json", str(result)]
-        subprocess.run(whole, cwd=checkout, check=True, stdout=sys.stderr)
-        return rows_of(json.loads(result.read_text()))
+    with tempfile.TemporaryDirectory(prefix="kvlane-compare-") as place, ExitStack() as ended:
+        results = [Path(place) / f"{i}.json" for i in range(len(checkouts))]
+        running: list[subprocess.Popen[bytes]] = []
+        for checkout, result in zip(checkouts, results, strict=True):
+            whole = [sys.executable, "-m", *command, "--json", str(result)]
+            run = subprocess.Popen(whole, cwd=checkout, stdout=sys.stderr, process_group=0)
+            ended.callback(_kill, run)
+            running.append(run)
+        for run in itertools.cycle(tuple(running)):
+            if not running:
+                break
+            for other in running:
+                os.killpg(other.pid, signal.SIGCONT if other is run else signal.SIGSTOP)
+            with suppress(subprocess.TimeoutExpired):
+                if run.wait(slot_s) != 0:
+                    raise subprocess.CalledProcessError(run.returncode, command)
+                running = [other for other in running if other is not run]
+        return [rows_of(json.loads(result.read_text())) for result in results]
+
+
+def _kill(run: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
 
 
 def rows_of(measured: dict[str, Any]) -> list[dict[str, Any]]:
@@ -120,6 +148,7 @@ def main() -> int:
     add("--before", type=Path, required=True, help="a checkout")
     add("--after", type=Path, default=Path("."), help="another")
     add("--starts", type=int, default=6, help="of each checkout")
+    add("--slot", type=float, default=0.0, metavar="S", help="seconds; 0: one start at a time")
     add("command", nargs="+", help="after --: a module and its options")
     options = made.parse_args()
     checkouts = {side: getattr(options, side).resolve(strict=True) for side in SIDES}
@@ -127,10 +156,16 @@ def main() -> int:
     about["command"] = options.command
     started: list[tuple[str, list[dict[str, Any]]]] = []
     failed = ""
-    for side in order(options.starts):
+    turns = [[side] for side in order(options.starts)]
+    if options.slot:
+        turns = [list(SIDES) for _ in range(options.starts)]
+    for sides in turns:
+        side = " and ".join(sides)
         print(f"start {len(started) + 1} of {2 * options.starts}: {side}", file=sys.stderr)
         try:
-            started.append((side, start(checkouts[side], options.command)))
+            places = [checkouts[side] for side in sides]
+            found = take_turns(places, options.command, options.slot or 1.0)
+            started += zip(sides, found, strict=True)
         except subprocess.CalledProcessError as error:
             failed = f"start {len(started) + 1} ({side}) failed with exit code {error.returncode}"
             break

@@ -41,6 +41,6 @@ vllm-router)
         --health-check-endpoint /ready
     ;;
 *)
-    exec kvlane bench --url "$URL" --num 20 --concurrency 4 --json kvlane.json
+    exec kvlane bench --url "$URL" --num 20 --warmup 0 --concurrency 4 --json kvlane.json
     ;;
 esac

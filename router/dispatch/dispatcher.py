@@ -158,15 +158,15 @@ class Dispatcher:
     def update_members(self, members: Sequence[Member]) -> None:
         """The controller's whole list; workers that are no longer on it are lost."""
         added, removed = self._members.update(members)
+        # Who leaves hands over what it has; else its process has ended.
+        died = [k.peer for k in removed if k.member.role == "decode" and not k.stats.draining]
+        for req in list(self._reqs.values()) if died else ():
+            if req.route is not None and req.route.decode in died:
+                req.suspect.lost(req.route.decode, len(req.tokens))
+            if req.suspect.died(died, time.monotonic()):
+                self.give_up(req, _suspected())
         for known in removed:
             self._wire.disconnect(known.peer)
-            for req in list(self._reqs.values()):
-                is_there, num_tokens = req.is_at(known.peer), len(req.tokens)
-                # Who leaves hands over what it has; else its process has ended.
-                if not known.stats.draining and req.suspect.died(
-                    known.peer, num_tokens, is_there=is_there
-                ):
-                    self.give_up(req, _suspected())
             self._on_lost(known.peer, "no longer a member")
         for member in added:
             self._wire.connect(member.peer, member.address, member.wire_key)

@@ -2,15 +2,17 @@
 
 It is not sent again. It cannot have caused the first if it drew so many tokens elsewhere: more than
 steps in flight draw. Nor if it had no row there; but a worker may die before it has said so, and
-that is forgiven a few times.
+that is forgiven a few times. As often so is a death at a moment at which others died without it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from worker.api import PeerId
 
 INNOCENT_TOKENS = 32
 MAX_ABSENT = 3
+MOMENT_S = 2.0
 
 
 @dataclass(slots=True)
@@ -18,8 +20,10 @@ class Suspect:
     """What speaks against one request. `num_tokens` are its output tokens so far."""
 
     has_row: bool = False  # its present worker has said so, or sent tokens
-    _num_absent: int = 0  # deaths of workers at which it had no row
+    _num_absent: int = 0  # deaths of workers at which it had no row, or that were not its own
     _died_at: int | None = None  # output tokens it had where a worker died last
+    _struck_s: float = 0.0  # when that was; other workers last died without it
+    _elsewhere_s: float = float("-inf")
     # Workers whose connection was lost with it: its output tokens then, and `has_row`.
     _lost: dict[PeerId, tuple[int, bool]] = field(default_factory=dict[PeerId, tuple[int, bool]])
 
@@ -27,18 +31,19 @@ class Suspect:
         """It was at a worker whose connection is lost: whether that has died is not known yet."""
         self._lost[peer] = num_tokens, self.has_row
 
-    def died(self, peer: PeerId, num_tokens: int, *, is_there: bool) -> bool:
-        """A worker's process has ended. Whether this was present at two such ends.
+    def died(self, peers: Sequence[PeerId], now_s: float) -> bool:
+        """Processes of decode workers have ended. Whether this was present at two such ends."""
+        present = [self._lost.pop(peer) for peer in peers if peer in self._lost]
+        if len(present) < len(peers):
+            self._elsewhere_s = now_s
+            if self._died_at is not None and now_s - self._struck_s <= MOMENT_S:
+                self._died_at = None
+                self._num_absent += 1
+        return any([self._strike(*there, now_s) for there in present])
 
-        is_there: the request is at that worker now.
-        """
-        there = num_tokens, self.has_row
-        was = self._lost.pop(peer, None)
-        present = there if is_there else was
-        if present is None:
-            return False
-        had_tokens, had_row = present
-        if had_row:
+    def _strike(self, had_tokens: int, had_row: bool, now_s: float) -> bool:
+        if had_row and now_s - self._elsewhere_s > MOMENT_S:
+            self._struck_s = now_s
             return self.erred(had_tokens)
         self._num_absent += 1
         return self._num_absent > MAX_ABSENT

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.compare import ratio
+from benchmarks.compare import ratio, take_turns
 
 # A benchmark whose figure is the number of the start, plus what its own checkout takes.
 BENCHMARK = """
@@ -70,3 +70,31 @@ def test_an_interval_holds_one_where_starts_differ_by_more_than_checkouts() -> N
     assert noisy.low < 1.0 < noisy.value < noisy.high
     clear = ratio([7.00, 7.01, 7.02, 7.01], [7.28, 7.30, 7.29, 7.29])
     assert 1.03 < clear.low <= clear.value <= clear.high < 1.05
+
+
+# A benchmark that counts until its wall time has passed: of its own CPU, if it runs alone.
+COUNTING = """
+import json, sys, time
+from pathlib import Path
+began, counted = time.monotonic(), 0
+while time.monotonic() - began < 1.5:
+    counted += 1
+figures = {"cpu": time.process_time(), "wall": time.monotonic() - began}
+Path(sys.argv[sys.argv.index("--json") + 1]).write_text(json.dumps({"figures": figures}))
+"""
+
+
+def test_in_slots_one_start_of_both_runs_while_the_other_stands(tmp_path: Path) -> None:
+    (tmp_path / "counting.py").write_text(COUNTING)
+    both = take_turns([tmp_path, tmp_path], ["counting"], 0.05)
+    cpu, wall = (sum(rows[i]["median_ms"] for rows in both) for i in (0, 1))
+    assert cpu < 0.8 * wall  # together at once they would have taken all of their time
+    assert len(both) == 2
+
+
+def test_in_slots_a_start_that_fails_ends_the_other(tmp_path: Path) -> None:
+    for name, source in (("fails", "raise SystemExit(3)"), ("stays", "while True: pass")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "counting.py").write_text(source)
+    with pytest.raises(subprocess.CalledProcessError):
+        take_turns([tmp_path / "stays", tmp_path / "fails"], ["counting"], 0.05)

@@ -201,3 +201,19 @@ def test_items_of_a_window_have_room_wherever_it_begins(window: int) -> None:
         planned = attention.plan(plain.make_batch(rows, 16, 0, 0))
         assert planned.counts[0] <= planned.tiles.max_items
     pool.close()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="of the triton backend alone")
+def test_the_plan_of_a_long_windowed_prompt_reads_no_table_beyond_its_rows() -> None:
+    """Items begin at tokens, of which a row of the table has one for a whole page."""
+    from worker.attention.prompt_triton import plan_prompts
+
+    beyond = torch.full((1, 1024), -7, dtype=torch.int32)
+    beyond[:, :10] = torch.arange(10)
+    starts, lens = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 600], [640]))
+    shape = AttentionShape(4, 2, 64, 1.0, KeyMask(window=100))
+    gathered = torch.empty(2, 2, 1024, 64)
+    plan = plan_prompts(starts, lens, beyond[:, :10], Bounds(1, 600, 600, 640), shape, gathered)
+    items = plan.paged.items[: plan.paged.counts[0]]
+    assert items[-1, 3] > 10  # where a tile's keys begin
+    assert set(items[:, 6].tolist()) == {0}

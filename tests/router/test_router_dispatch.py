@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 import router.dispatch.claims
 from router.dispatch.members import MIN_AHEAD, NONE_EXPECTED
-from router.dispatch.suspect import INNOCENT_TOKENS, MAX_ABSENT
+from router.dispatch.suspect import INNOCENT_TOKENS, MAX_ABSENT, Suspect
 from router.dispatch.turns import NUM_TIMED
 from router.errors import ApiError
 from router.http.app import RouterServer
@@ -346,6 +346,35 @@ def test_request_present_at_two_deaths_is_not_tried_a_third_time(
         assert (status, code) == (500, "internal_error")
         assert headers["x-should-retry"] == "false"
     assert left[0].taken.empty()
+
+
+@pytest.mark.parametrize("order", ["at once", "before", "behind"])
+def test_a_death_beside_that_of_another_worker_casts_no_suspicion(
+    serve: Serve, ask: Ask, ids: Ids, order: str
+) -> None:
+    """As where a node ends: two such deaths, one alone, and its answer; but not for ever."""
+    doubles = decoders(6)
+    _, url, router = serve(*doubles)
+    future, left = ask(url), list(doubles)
+    for beside in (True, True, False):
+        victim, *left = holder_and_other(left)
+        victim.chunk(*victim.take())
+        (req,) = router.front.dispatcher._reqs.values()
+        wait_until(lambda req=req: req.suspect.has_row)
+        other = left.pop() if beside else None
+        halfway = {"at once": [], "before": [victim], "behind": [other]}[order]
+        if other and halfway:
+            router.update_members([double.member for double in [*left, *halfway]])
+        router.update_members([double.member for double in left])
+    speak(ids)(left[0], *left[0].take())
+    assert ended(future) == ("abcdefgh", "stop", None)
+
+
+def test_deaths_beside_others_are_forgiven_a_few_times() -> None:
+    suspect = Suspect(has_row=True)
+    for at in range(MAX_ABSENT + 1):
+        suspect.lost(f"decode-0/{at}", 0)
+        assert suspect.died([f"decode-0/{at}", f"decode-1/{at}"], 10.0 * at) == (at == MAX_ABSENT)
 
 
 @pytest.mark.parametrize("num_deaths", [MAX_ABSENT, MAX_ABSENT + 1])

@@ -30,6 +30,7 @@ UNIT = KEY_BLOCK  # gathered rows of a request are a multiple of it
 HEAD_DIMS = (64, 96, 128, 256)
 BLOCKS_N = {64: 128, 128: 128, 256: 64}  # keys of a step, by head_dim, or the next power of two
 SHARED_BYTES = 228 << 10  # of an SM
+NO_PAGE = 1 << 30  # tokens: all keys are within the first of such pages, and no item's page is read
 NUM_WARPS, NUM_STAGES = 8, {64: 3, 128: 3, 256: 2}  # stages by head_dim
 
 
@@ -237,8 +238,8 @@ def plan_prompts(
         programs=num_tiles * shape.num_heads, num_warps=NUM_WARPS,
         num_stages=NUM_STAGES[wide],
     )  # fmt: skip
-    by_head, page_size = replace(shape, num_kv_heads=shape.num_heads), 1  # no first page is read
-    paged = plan_items(query_start, seq_lens, page_table, tiles, by_head, page_size)
+    by_head = replace(shape, num_kv_heads=shape.num_heads)
+    paged = plan_items(query_start, seq_lens, page_table, tiles, by_head, NO_PAGE)
     units = torch.div(seq_lens + UNIT - 1, UNIT, rounding_mode="floor") * UNIT
     first_rows = (units.cumsum(0) - units).to(torch.int32)
     keys, values = (
