@@ -23,7 +23,7 @@ from tests.fault.router_doubles import Served, events, routed, told_by
 from tests.support.engines import Running, running, value
 from tests.support.pairwise import one_in, whole
 from tests.support.patience import HANG_S, until
-from tests.support.prompts import TINY
+from tests.support.shallow import shallow
 from worker.requests.kept import KeptAnswers
 from worker.wire import _Links
 
@@ -43,7 +43,7 @@ class Pair:
     stack: ExitStack
 
     def router(self) -> tuple[RouterServer, Served]:
-        made, url = self.stack.enter_context(routed(TINY, self.cluster.members))
+        made, url = self.stack.enter_context(routed(shallow(), self.cluster.members))
         return made, Served(None, url, made)  # type: ignore[arg-type]
 
     @property
@@ -66,7 +66,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Running]:
     sections: dict[str, dict[str, Any]] = {
-        "model": {"dtype": "float32", "max_model_len": 256},
+        "model": {"path": str(shallow()), "dtype": "float32", "max_model_len": 256},
         "engine": {"threads": 1, "max_num_reqs": 8, "num_pages": 200, "strict": True},
     }
     with running(sections, num_decode=2) as made:
@@ -164,7 +164,7 @@ def test_a_stop_string_ends_what_nobody_had_looked_at(pair: Pair) -> None:
 
 def test_two_at_once_the_first_is_told(pair: Pair) -> None:
     (_, one), (_, other) = pair.router(), pair.router()
-    body = body_of("seeded", max_tokens=140)
+    body = body_of("seeded", max_tokens=200)
     expected, _ = asked(other, body)
     with ThreadPoolExecutor(1) as threads:
         url, headers = f"{one.url}/v1/chat/completions", {"idempotency-key": "twice"}

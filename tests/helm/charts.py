@@ -4,6 +4,7 @@ tests/helm/install                       # .tools/helm: Helm 3, Helm 4, kubernet
 python -m tests.helm.charts DIRECTORY    # all renders, to compare those of two commits
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def tool(name: str, *arguments: str, text: str = "") -> subprocess.CompletedProc
     if not (TOOLS / "venv" / "done").exists():
         pytest.skip(f"no {name} in .tools/helm; run tests/helm/install")
     return subprocess.run(
-        [str(TOOLS / name), *arguments],
+        [str(TOOLS / name), *arguments], env={**os.environ, "GOGC": "off"},  # it ends soon
         input=text, capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
 

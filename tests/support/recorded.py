@@ -27,6 +27,10 @@ from worker.run.segments import GraphMemory
 
 
 class RecordedGraph(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else each op goes through Dynamo, which takes a second to import
+
     def __init__(self) -> None:
         super().__init__()
         self._ops: list[tuple[Any, Any, Any, Any]] = []

@@ -140,6 +140,20 @@ def none_of(breaches: list[str]) -> None:
     assert not breaches, "\n" + "\n".join(sorted(breaches))
 
 
+def test_no_process_imports_dynamo_before_it_compiles() -> None:
+    """A second of each start, which these import: functions may."""
+    slow = re.compile(
+        r"(from|import) torch\.(_dynamo|_inductor|nn\.attention|distributed\.tensor)\b"
+    )
+    tops = [
+        f"{where(path, node)}: {ast.unparse(node)}"
+        for path in tree().modules.values()
+        for node in nodes_of(path)[0][0].body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    none_of([each for each in tops if slow.search(each)])
+
+
 def package_of(module: str) -> str:
     return module.partition(".")[0]
 

@@ -14,7 +14,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from worker.attention.base import AttentionShape
 from worker.attention.latent import (
@@ -48,8 +47,12 @@ class LatentAttention(nn.Module):
         self, shape: LayerShape, layer_id: int, rotary: RotaryEmbedding, placement: Placement
     ) -> None:
         """layer_id: of the pool."""
+        # Which imports Dynamo: a second that models without latents need not wait.
+        from torch.nn.attention.bias import causal_lower_right
+
         super().__init__()
         assert shape.latent is not None
+        self._causal = causal_lower_right
         self.shape, size, num_heads = shape.latent, shape.hidden_size, shape.num_heads
         ranks = placement.collective.rank, placement.collective.size
         held = split_heads(num_heads, shape.num_kv_heads, *ranks)
@@ -202,7 +205,7 @@ class LatentAttention(nn.Module):
         values = torch.bmm(latent, self.values[heads].transpose(1, 2))
         if q.shape[1] != len(rows):
             values = F.pad(values, (0, max(0, self.shape.query_dim - value_dim)))
-        mask = causal_lower_right(q.shape[1], len(rows))
+        mask = self._causal(q.shape[1], len(rows))
         made = F.scaled_dot_product_attention(
             q[None], keys[None], values[None], attn_mask=mask, scale=self._scale
         )
