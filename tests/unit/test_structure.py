@@ -60,12 +60,12 @@ ROOT_FILES = 13  # of worker, __init__ among them
 
 # What grows unseen if nothing caps it; `tests.support.structure` prints the figures.
 MAX = {
-    "worker": 37_420,
+    "worker": 37_900,
     "router": 16_625,
     "cluster": 7_650,
-    "product": 61_650,
-    "tests": 68_080,
-    "benchmarks": 9_625,
+    "product": 62_170,
+    "tests": 68_600,
+    "benchmarks": 9_880,
     "tests / product": 1.11,
     "wide functions": 12,
     "each": 226,
