@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from benchmarks.train.chats import Chat
 from benchmarks.train.dialect import CALL, Dialect, thought
 from benchmarks.train.tools import RESULT
-from worker.ops.packed import as_packed, unpacked, worth
+from worker.ops.packed import as_packed, unpacked, worth, woven
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS = "<|return|>", "<|call|>"  # of an answer; beside END_OF_TEXT
@@ -163,7 +163,7 @@ def published(model: Any) -> dict[str, Tensor]:
     for name in [name for name in made if name.endswith(("gate_up_proj", "down_proj"))]:
         values, scales = packed(made.pop(name))
         groups = scales.shape[2]
-        numbers = unpacked(values)
+        numbers = unpacked(woven(values, back=True))
         pairs = numbers[..., ::2] | numbers[..., 1::2] << 4
         made[f"{name}_blocks"] = pairs.unflatten(2, (groups, GROUP // 2))
         made[f"{name}_scales"] = scales

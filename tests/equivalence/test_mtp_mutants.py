@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 MUTANTS = {
     "no shared expert": (
-        "model.experts:Experts.forward", "if self.shared is not None:", "if False:",
+        "model.experts:Experts.forward", "self.shared is not None and not is_carried", "False",
     ),
     "no gate of it": ("model.experts:Experts.forward", ".sigmoid()", ""),
     "weights are not renormalised": (

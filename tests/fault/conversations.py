@@ -152,6 +152,7 @@ def main() -> int:
     options = parse()
     enter_namespace_of("tests.fault.conversations")
     options.out, figures = options.out.resolve(), dict[str, dict[str, float]]()
+    options.out.mkdir(parents=True, exist_ok=True)
     sets = [word for each in options.set for word in ("--set", each)]
     for name in options.models.split(","):
         root = Path(tempfile.mkdtemp(prefix="cv"))
