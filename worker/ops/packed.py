@@ -26,12 +26,7 @@ from worker.ops.scaled import E4M3, multiplies_eight_bits
 
 E8M0_BIAS, ZERO = 127, 8
 MOST_E8M0 = 192  # 2^65; kernels take what is below 2^-62 for zeros, or next to them
-SIGNS = (
-    14,
-    12,
-    15,
-    13,
-)  # bits of four codes' signs in 16; their other bits are the lowest, by threes
+SIGNS = (14, 12, 15, 13)  # bits of four codes' signs in 16; the others are the lowest, by threes
 LINE = 32  # columns, whose numbers a thread of the kernels unpacks and joins in its registers
 POSITIVE = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
 CODES = torch.tensor([*POSITIVE, *(-code for code in POSITIVE)])
