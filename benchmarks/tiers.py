@@ -34,6 +34,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
+
 from benchmarks.output import parser, shown, write
 from tests.support.engines import Running, Sections, running, value
 from tests.support.patience import until
@@ -125,12 +127,6 @@ def hits(cluster: Running, options: argparse.Namespace, pages: int) -> dict[str,
     return medians | {"found / computed": medians["found"] / medians["computed"]}
 
 
-def resident_bytes() -> int:
-    """Of this process, shared and pinned pages among them."""
-    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["VmRSS"].split()[0]) << 10
-
-
 def measured(options: argparse.Namespace, kind: str, pages: int) -> tuple[list[list[int]], Any]:
     """Answers and figures of one kind of tier."""
     with tempfile.TemporaryDirectory(prefix="kvlane-tiers-") as folder:
@@ -160,7 +156,7 @@ def measured(options: argparse.Namespace, kind: str, pages: int) -> tuple[list[l
                 "took s": took_s,
                 "kept bytes": 0 if below is None else value(metrics.tier_bytes(kind)),
                 "on disk bytes": on_disk_bytes(Path(folder)),
-                "resident bytes": resident_bytes(),
+                "resident bytes": psutil.Process().memory_info().rss,
             }
             if options.hit and kind == "host":
                 figures["hit"] = hits(cluster, options, pages)

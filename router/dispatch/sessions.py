@@ -1,8 +1,8 @@
 """Sessions: where the KV of a conversation is, and for how long it pauses between its turns.
 
 A turn goes where the last one went, unless that worker is hot or gone, or others' prompts wait
-there while another worker is idle. A new session goes to the
-worker that has fewest; of equals to the first in an order of its own (rendezvous hashing by names).
+there while another worker is idle. A new session goes to the worker that has fewest; of equals to
+the first in an order of its own (rendezvous hashing by names).
 
 All routers agree as far as workers tell them: every Pong names the turns that have come last to a
 worker, whoever has sent them. So a turn finds its session through any router, once a Pong has come

@@ -12,7 +12,7 @@ from worker.api import PeerId
 
 INNOCENT_TOKENS = 32
 MAX_ABSENT = 3
-MOMENT_S = 2.0
+MOMENT_S = 2.0  # within which workers that end have ended together
 
 
 @dataclass(slots=True)
@@ -22,8 +22,8 @@ class Suspect:
     has_row: bool = False  # its present worker has said so, or sent tokens
     _num_absent: int = 0  # deaths of workers at which it had no row, or that were not its own
     _died_at: int | None = None  # output tokens it had where a worker died last
-    _struck_s: float = 0.0  # when that was; other workers last died without it
-    _elsewhere_s: float = float("-inf")
+    _struck_s: float = 0.0  # when that was
+    _elsewhere_s: float = float("-inf")  # when other workers last died, without it
     # Workers whose connection was lost with it: its output tokens then, and `has_row`.
     _lost: dict[PeerId, tuple[int, bool]] = field(default_factory=dict[PeerId, tuple[int, bool]])
 
@@ -36,7 +36,8 @@ class Suspect:
         present = [self._lost.pop(peer) for peer in peers if peer in self._lost]
         if len(present) < len(peers):
             self._elsewhere_s = now_s
-            if self._died_at is not None and now_s - self._struck_s <= MOMENT_S:
+            is_one = now_s - self._struck_s <= MOMENT_S and self._num_absent < MAX_ABSENT
+            if self._died_at is not None and is_one:
                 self._died_at = None
                 self._num_absent += 1
         return any([self._strike(*there, now_s) for there in present])

@@ -375,6 +375,12 @@ def test_deaths_beside_others_are_forgiven_a_few_times() -> None:
     for at in range(MAX_ABSENT + 1):
         suspect.lost(f"decode-0/{at}", 0)
         assert suspect.died([f"decode-0/{at}", f"decode-1/{at}"], 10.0 * at) == (at == MAX_ABSENT)
+    suspect, ended = Suspect(has_row=True), list[bool]()
+    for at in range(MAX_ABSENT + 2):  # the other one always a second later
+        suspect.lost(f"decode-0/{at}", 0)
+        ended.append(suspect.died([f"decode-0/{at}"], 10.0 * at))
+        assert not suspect.died([f"decode-1/{at}"], 10.0 * at + 1)
+    assert ended == [False] * (MAX_ABSENT + 1) + [True]
 
 
 @pytest.mark.parametrize("num_deaths", [MAX_ABSENT, MAX_ABSENT + 1])
