@@ -33,21 +33,19 @@ class Suspect:
 
     def died(self, peers: Sequence[PeerId], now_s: float) -> bool:
         """Processes of decode workers have ended. Whether this was present at two such ends."""
-        present = [self._lost.pop(peer) for peer in peers if peer in self._lost]
-        if len(present) < len(peers):
+        there = [self._lost.pop(peer) for peer in peers if peer in self._lost]
+        rows = [num_tokens for num_tokens, had_row in there if had_row]
+        is_absent = len(rows) < len(there)
+        if len(rows) < len(peers):  # others have ended, or one that it had not reached yet
             self._elsewhere_s = now_s
             is_one = now_s - self._struck_s <= MOMENT_S and self._num_absent < MAX_ABSENT
             if self._died_at is not None and is_one:
-                self._died_at = None
-                self._num_absent += 1
-        return any([self._strike(*there, now_s) for there in present])
-
-    def _strike(self, had_tokens: int, had_row: bool, now_s: float) -> bool:
-        if had_row and now_s - self._elsewhere_s > MOMENT_S:
+                self._died_at, is_absent = None, True
+        if rows and now_s - self._elsewhere_s > MOMENT_S:
             self._struck_s = now_s
-            return self.erred(had_tokens)
-        self._num_absent += 1
-        return self._num_absent > MAX_ABSENT
+            return any([self.erred(num_tokens) for num_tokens in rows])
+        self._num_absent += is_absent or bool(rows)
+        return bool(there) and self._num_absent > MAX_ABSENT
 
     def erred(self, num_tokens: int) -> bool:
         """The worker where it has a row made a mistake, which may repeat itself: as a death."""

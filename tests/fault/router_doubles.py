@@ -37,7 +37,7 @@ from worker.wire import Wire
 MAX_MODEL_LEN = 256
 HELLO: Any = [{"role": "user", "content": "hello"}]
 TOLD_STAGES = Stages(0.5, 0.25, 0.125, 0.0625, 0.03125, "prefill-3/abc")
-PING = PingConfig(interval_s=0.1, max_misses=50)
+PING = PingConfig(interval_s=0.1, max_misses=50, stall_s=4 * HANG_S)  # doubles beat when asked
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

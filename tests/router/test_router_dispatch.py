@@ -31,6 +31,7 @@ from tests.fault.router_doubles import (
     speak,
     wait_until,
 )
+from tests.support.patience import HANG_S
 from worker.api import Abort, Ack, Claim, Claimed, FinishReason, Stages, Stop, WorkerStats
 from worker.config import PingConfig
 
@@ -350,9 +351,10 @@ def test_request_present_at_two_deaths_is_not_tried_a_third_time(
 
 @pytest.mark.parametrize("order", ["at once", "before", "behind"])
 def test_a_death_beside_that_of_another_worker_casts_no_suspicion(
-    serve: Serve, ask: Ask, ids: Ids, order: str
+    serve: Serve, ask: Ask, ids: Ids, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a node ends: two such deaths, one alone, and its answer; but not for ever."""
+    monkeypatch.setattr("router.dispatch.suspect.MOMENT_S", HANG_S)  # whatever stands still
     doubles = decoders(6)
     _, url, router = serve(*doubles)
     future, left = ask(url), list(doubles)
@@ -375,6 +377,15 @@ def test_deaths_beside_others_are_forgiven_a_few_times() -> None:
     for at in range(MAX_ABSENT + 1):
         suspect.lost(f"decode-0/{at}", 0)
         assert suspect.died([f"decode-0/{at}", f"decode-1/{at}"], 10.0 * at) == (at == MAX_ABSENT)
+    suspect = Suspect(has_row=True)  # it comes to the other one before that ends
+    suspect.lost("decode-0/1", 0)
+    assert not suspect.died(["decode-0/1"], 1.0)
+    suspect.has_row = False
+    suspect.lost("decode-1/1", 0)
+    assert not suspect.died(["decode-1/1"], 2.0)
+    suspect.has_row = True
+    suspect.lost("decode-2/1", 0)
+    assert not suspect.died(["decode-2/1"], 9.0)
     suspect, ended = Suspect(has_row=True), list[bool]()
     for at in range(MAX_ABSENT + 2):  # the other one always a second later
         suspect.lost(f"decode-0/{at}", 0)
