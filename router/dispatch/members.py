@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -63,6 +64,14 @@ class Known:
     def num_queued_tokens(self) -> int:
         """Prompt tokens that wait there, as far as this router can know."""
         return self.stats.num_queued_tokens + self.num_proposed_tokens
+
+
+class Proposed(NamedTuple):
+    """Tokens of a prompt that a prefill worker will probably compute."""
+
+    prefill: Known
+    num_tokens: int
+    heard_at: float  # of the worker's last Pong: the next one counts them itself
 
 
 class Members:
@@ -147,15 +156,24 @@ class Members:
         if known is not None:
             known.busy_until, known.num_allowed = max(known.busy_until, until), 0
 
-    def sent(self, peer: PeerId, candidate: PeerId | None, num_tokens: int, now: float) -> None:
-        """A request goes to `peer`, which will probably let `candidate` compute the prompt."""
+    def sent(
+        self, peer: PeerId, candidate: PeerId | None, num_tokens: int, now: float
+    ) -> Proposed | None:
+        """A request goes to `peer`, which will probably let `candidate` compute so many tokens."""
         known = self._known[peer]
         known.num_sent += 1
         if known.busy_until > now:
             known.num_allowed -= 1
         prefill = self._known.get(candidate) if candidate is not None else None
-        if prefill is not None:
-            prefill.num_proposed_tokens += num_tokens
+        if prefill is None:
+            return None
+        prefill.num_proposed_tokens += num_tokens
+        return Proposed(prefill, num_tokens, prefill.heard_at)
+
+    def computed(self, proposed: Proposed) -> None:
+        """A prompt does not wait any more where it was proposed."""
+        if proposed.prefill.heard_at == proposed.heard_at:
+            proposed.prefill.num_proposed_tokens -= proposed.num_tokens
 
     def left(self, peer: PeerId, *, allows_one: bool) -> None:
         """A request is no longer at `peer`; with `allows_one` another may be sent there."""

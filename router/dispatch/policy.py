@@ -108,9 +108,7 @@ class PrefixAware(Policy):
 
         best = min(decode, key=cost)
         pool = sorted(_eligible(best, prefill), key=wait_s)[:MAX_CANDIDATES]
-        # A decode worker has no state of what it pulled: what the others have decides for it.
-        found = [int(held(known)) if known.stats.snapshot_grid else 0 for known in pool]
-        route = _route(best, pool, held(best), found)
+        route = _route(best, pool, held(best), [int(held(known)) for known in pool])
         for known in (best, *pool[:1]):
             prefixes.sent(blocks, known.peer, known.stats.snapshot_grid)
         return route

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from router.dispatch.mailbox import Mailbox
-from router.dispatch.members import WORKERS, Known
+from router.dispatch.members import WORKERS, Known, Proposed
 from router.dispatch.policy import Fleet, Route
 from router.dispatch.sessions import Sessions, Where
 from router.dispatch.suspect import Suspect
@@ -75,6 +75,7 @@ class Req:
     tokens: list[int] = field(default_factory=list[int])  # output so far
     dispatch: int = 0  # how often it was sent to a worker
     route: Route | None = None  # the workers it was sent to; None while it waits
+    proposed: Proposed | None = None  # of its prompt, until that is computed
     num_cached_tokens: int = 0
     digest: str = ""  # of the model that has drawn its output; no other may go on with it
     key: str = ""  # by which it can be claimed; "": it ends with its connection
@@ -263,6 +264,7 @@ class Queue:
         if route is None:
             req.queued_s += time.monotonic() - req.queued_at
             return
+        self._computed(req)
         self._members.left(route.decode, allows_one=served)
         self._waiting.runs(req.client, -1)
 
@@ -271,6 +273,11 @@ class Queue:
         pause_s = max(MIN_PAUSE_S, retry_after_s) * (1 + MAX_JITTER * random.random())
         self._members.refused(peer, time.monotonic() + pause_s)
         self._loop.call_later(pause_s, self.place)
+
+    def begun(self, req: Req) -> None:
+        """Its decode worker has a row for it, or tokens."""
+        req.suspect.has_row = True
+        self._computed(req)
 
     def found(self, req: Req, num_cached: int) -> None:
         """Its decode worker has said how many of its prompt's tokens were there."""
@@ -361,9 +368,16 @@ class Queue:
         req.route, req.suspect.has_row = route, False
         if not req.tokens and (known := self._members.get(route.decode)) is not None:
             req.digest = known.member.digest
-        first = route.candidates[0].peer if route.candidates else None
-        self._members.sent(route.decode, first, len(req.prompt), now)
+        first, num = None, 0
+        if route.candidates and req.computes_prompt:
+            first, num = route.candidates[0].peer, route.candidates[0].num_cached_tokens
+        req.proposed = self._members.sent(route.decode, first, max(0, req.position - num), now)
         self._waiting.runs(req.client, +1)
+
+    def _computed(self, req: Req) -> None:
+        if req.proposed is not None:
+            self._members.computed(req.proposed)
+            req.proposed = None
 
 
 def _follow(req: Req, decode: Sequence[Known]) -> tuple[list[Known], str]:

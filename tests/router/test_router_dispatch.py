@@ -511,6 +511,20 @@ def test_stop_names_the_position_and_what_follows_is_only_acknowledged(
     assert double.expect(Ack).req_id == generate.req_id
 
 
+def test_prompts_that_are_computed_wait_at_no_prefill_worker(
+    serve: Serve, ask: Ask, ids: Ids
+) -> None:
+    workers = DecodeDouble(), DecodeDouble("prefill-0", role="prefill")
+    double, url, _ = serve(*workers, ping=PingConfig(interval_s=1.0, max_misses=300))
+    told: list[int] = []
+    for _ in range(4):  # between two Pongs
+        future = ask(url)
+        item = double.take()
+        told.append(item[1].candidates[0].num_queued_tokens)
+        speaks_to_the_end(ids, double, item, future)
+    assert told == [0] * 4
+
+
 def test_what_nobody_claims_to_have_is_computed_like_any_other(
     serve: Serve, ask: Ask, ids: Ids, monkeypatch: pytest.MonkeyPatch
 ) -> None:

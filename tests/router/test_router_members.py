@@ -73,6 +73,20 @@ def test_own_requests_are_counted_on_top_of_what_a_pong_said(members: Members) -
     assert known.num_requests == 3
 
 
+def test_a_prompt_waits_nowhere_once_it_is_computed(members: Members) -> None:
+    members.pong("p/1", WorkerStats(num_queued_tokens=10))
+    first, other = (members.sent("d/1", "p/1", num, 0.0) for num in (30, 5))
+    prefill = members.get("p/1")
+    assert first is not None
+    assert other is not None
+    assert prefill is not None
+    members.computed(first)
+    assert prefill.num_queued_tokens == 15
+    members.pong("p/1", WorkerStats(num_queued_tokens=3))  # which speaks of the other one, too
+    members.computed(other)
+    assert prefill.num_queued_tokens == 3
+
+
 def test_worker_that_refused_is_left_alone_until_it_shows_room(members: Members) -> None:
     members.pong("d/1", FREE)
     members.refused("d/1", until=10.0)

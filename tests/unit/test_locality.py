@@ -21,6 +21,7 @@ COST = PlacementInputs(
     pull_bytes_per_s=dict.fromkeys(("p/1", "q/1"), 1e8),
     num_missing_tokens=100,
     num_uncached_there=100,
+    num_tokens=100,
 )
 IDLE = Candidate("p/1", prefill_s_per_token=0.001)
 
@@ -65,7 +66,7 @@ def test_more_load_there_never_makes_remote_and_more_here_never_local() -> None:
         cost = PlacementInputs(
             num, rnd.randint(0, 64), rnd.choice((1e-5, 1e-4, 1e-3)), rnd.randint(100, 100_000),
             {"p/1": rnd.choice((1e7, 1e9))}, rnd.randint(0, 99), num_missing_tokens=num,
-            num_uncached_there=num,
+            num_uncached_there=num, num_tokens=num,
         )  # fmt: skip
         candidate = Candidate(
             "p/1", rnd.randint(0, 5_000), rnd.choice((0.0, 1e-5, 1e-4)), rnd.randint(0, 2_500)
@@ -97,6 +98,15 @@ def test_whoever_is_at_a_much_slower_road_is_asked_last() -> None:
         busy = replace(COST, num_running=9, pull_bytes_per_s=rates)
         assert to_ask(busy, [far, IDLE], AUTO) == order
         assert to_ask(busy, [far, IDLE], DisaggregationConfig(mode="always")) == [far, IDLE]
+
+
+def test_what_a_candidate_has_is_not_computed_again() -> None:
+    has_all, has_less = (Candidate("p/1", 0, 0.001, num) for num in (1000, 880))
+    here = replace(COST, num_tokens=1000)  # of which 900 were matched here
+    assert not prefills_locally(here, [has_all], AUTO)
+    assert prefills_locally(replace(here, num_uncached_tokens=10), [has_less], AUTO)
+    known = replace(here, num_uncached_tokens=50)  # it had computed what is known here
+    assert prefills_locally(known, [has_less], AUTO) == prefills_locally(known, [IDLE], AUTO)
 
 
 def test_the_rate_of_a_link_is_of_its_last_pulls_by_their_bytes() -> None:

@@ -135,6 +135,7 @@ class Admission:
             num_uncached_tokens=num_uncached,
             num_missing_tokens=num_stored - req.num_computed_tokens,
             num_uncached_there=num_stored if req.hold.slot else num_uncached,
+            num_tokens=num_stored,
             num_running=len(self._queues.running),
             num_queued_tokens=sum(
                 len(other.tokens) - 1 - other.num_planned_tokens for other in self._queues.local
@@ -248,7 +249,8 @@ class PlacementInputs:
     state_bytes: int = 0  # of a request, where layers are recurrent
     span: int = 0  # so many tokens are pulled at most; 0: all
     num_missing_tokens: int = 0  # whose KV is not here, and would be pulled
-    num_uncached_there: int = 0  # tokens to prefill at a worker that has found none
+    num_uncached_there: int = 0  # tokens to prefill at a worker of which nothing else is known
+    num_tokens: int = 0  # of the prompt
 
 
 def to_ask(
@@ -272,7 +274,8 @@ def to_ask(
     num_bytes = num_pulled * inputs.kv_bytes_per_token + inputs.state_bytes
 
     def remote_s(candidate: Candidate) -> float:
-        num_uncached = max(0, inputs.num_uncached_there - candidate.num_cached_tokens)
+        num_uncached = max(0, inputs.num_tokens - candidate.num_cached_tokens)
+        num_uncached = min(inputs.num_uncached_there, num_uncached)
         rate = candidate.prefill_s_per_token or s_per_token
         compute_s = (candidate.num_queued_tokens + num_uncached) * rate
         pull_s = num_bytes / max(1.0, inputs.pull_bytes_per_s[candidate.peer])
