@@ -1,6 +1,7 @@
 """Rows of a tier by themselves: every byte of a page, budgets, what is torn and not believed."""
 
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from worker.observe.metrics import WorkerMetrics
 from worker.plan import Chunk, Plan, RowPages
 from worker.transfer.tier.ahead import CopyAhead
 from worker.transfer.tier.arena import Arena
+from worker.transfer.tier import directory
 from worker.transfer.tier.directory import Directory, in_blocks
 from worker.transfer.tier.objects import (
     Corrupt,
@@ -238,6 +240,32 @@ def test_a_directory_that_others_may_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").chmod(0o755)
     with pytest.raises(PermissionError, match="chmod 700"):
         Directory(tmp_path / "open", Form("me", 0, 1, PAGE, 64, 0), 1 << 20)
+
+
+def test_stores_of_several_processes_keep_to_one_budget(
+    pool: KVPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although neither looks, and knows what the others have written or removed."""
+    monkeypatch.setattr(directory, "LOOK_S", 3600.0)
+    form, root = form_of(pool), tmp_path / "tier"
+    size, rng = in_blocks(form.object_bytes), random.Random(0)
+    stores = [Directory(root, form._replace(layout_hash=of), 8 * size) for of in "aab"]
+
+    def taken() -> int:
+        return sum(in_blocks(path.stat().st_size) for path in root.glob("*/*"))
+
+    for number in range(60):
+        rng.choice(stores).put(number.to_bytes(32), lambda view: True)
+        assert taken() <= 8 * size
+        if number % 7 == 0:
+            rng.choice(stores).forget((number - 2).to_bytes(32) if number else b"")
+    assert taken() == 8 * size
+    for path in [*root.glob("*/*")][::2]:  # by a person
+        path.unlink()
+    stores[0]._look()
+    assert stores[0]._ledger.read()[0] == taken() == stores[0].num_bytes
+    with pytest.raises(OSError, match="no object fits"):
+        Directory(tmp_path / "small", form, size - 1).put(b"k" * 32, lambda view: True)
 
 
 def test_files_of_another_length_and_strangers_harm_nobody(pool: KVPool, tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """A directory on a disk of the node, as a store: a file an object, below one folder an owner.
 
 Workers of a node share it, and it outlives them. A thread looks what others have written; what it
-says is a hint: a file that is gone is no object, and one that is wrong fails its checks. A file is
+says is a hint: a file that is gone is no object, and one that is wrong fails its checks. How much
+all take is in a ledger, so that they never take more. A file is
 whole when it gets its name, but for a machine that loses power; the checksum is for that.
 """
 
+import contextlib
+import errno
 import logging
 import os
 import threading
@@ -17,11 +20,12 @@ from typing import NamedTuple
 import torch
 
 from worker.transfer.tier.base import Fill, PageStore, Take
+from worker.transfer.tier.ledger import Ledger
 from worker.transfer.tier.objects import Corrupt, Form
 
 log = logging.getLogger("kvlane.tier")
 
-SUFFIX, BEGUN = ".kv", ".begun"
+SUFFIX, BEGUN, LEDGER = ".kv", ".begun", "bytes"
 BLOCK = 4096  # of a file system
 LOOK_S, LOOK_SHARE = 0.5, 20  # between two looks; and so many times as long as the last one took
 STALE_S = 600.0  # after which a file that was begun is nobody's
@@ -41,7 +45,7 @@ def in_blocks(num_bytes: int) -> int:
 
 
 def objects_below(root: Path) -> Iterator[Found]:
-    """All objects of all owners; raises OSError if the root cannot be read."""
+    """All objects of all owners, and what is begun; raises OSError if the root cannot be read."""
     for folder in list(os.scandir(root)):
         if not folder.is_dir(follow_symlinks=False):
             continue
@@ -50,10 +54,10 @@ def objects_below(root: Path) -> Iterator[Found]:
                 stat = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue  # evicted meanwhile
-            if entry.name.endswith(SUFFIX):
-                yield Found(stat.st_mtime, Path(entry.path), in_blocks(stat.st_size))
-            elif entry.name.startswith(BEGUN) and time.time() - stat.st_mtime > STALE_S:
+            if entry.name.startswith(BEGUN) and time.time() - stat.st_mtime > STALE_S:
                 Path(entry.path).unlink(missing_ok=True)
+            elif entry.name.endswith(SUFFIX) or entry.name.startswith(BEGUN):
+                yield Found(stat.st_mtime, Path(entry.path), in_blocks(stat.st_size))
 
 
 class Directory(PageStore):
@@ -76,6 +80,7 @@ class Directory(PageStore):
             if stat.st_uid != os.geteuid() or stat.st_mode & 0o077:
                 raise PermissionError(f"{folder} is not ours alone: chmod 700, or take another")
         self._lock = threading.Lock()
+        self._ledger = Ledger(root / LEDGER)
         self._files: OrderedDict[Path, int] = OrderedDict()  # sizes; least recently used first
         self._own_keys: set[bytes] = set()
         self._put_meanwhile: dict[Path, int] = {}
@@ -105,11 +110,13 @@ class Directory(PageStore):
             try:
                 fd = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 with open(fd, "wb", buffering=0) as file:
+                    file.truncate(self._object_bytes)  # who looks counts it whole
                     while left:
                         left = left[file.write(left) :]
                 begun.rename(path)
             except OSError:
                 begun.unlink(missing_ok=True)
+                self._give_back(self._file_bytes)
                 raise
         self._note(path, self._file_bytes)
         return True
@@ -133,8 +140,7 @@ class Directory(PageStore):
 
     def forget(self, key: bytes = b"") -> None:
         for path in map(self._path, [key] if key else list(self._own_keys)):
-            path.unlink(missing_ok=True)
-            self._leave_out(path)
+            self._remove(path)
 
     def close(self) -> None:
         self._ends.set()
@@ -150,17 +156,40 @@ class Directory(PageStore):
             self._files[path] = num_bytes
             self._own_keys.add(bytes.fromhex(path.stem))
 
-    def _leave_out(self, path: Path) -> None:
+    def _leave_out(self, path: Path) -> int:
+        """A file is gone, or shall go; its size, if it was known."""
         with self._lock:
-            self.num_bytes -= self._files.pop(path, 0)
+            num_bytes = self._files.pop(path, 0)
+            self.num_bytes -= num_bytes
             if path.parent == self._own:
                 self._own_keys.discard(bytes.fromhex(path.stem))
+        return num_bytes
+
+    def _remove(self, path: Path) -> None:
+        num_bytes = self._leave_out(path)
+        with contextlib.suppress(FileNotFoundError):  # another has removed it, and given it back
+            path.unlink()
+            self._give_back(num_bytes)
+
+    def _give_back(self, num_bytes: int) -> None:
+        with self._lock:
+            self._ledger.give_back(num_bytes)
 
     def _make_room(self) -> None:
-        while self._files and self.num_bytes + self._file_bytes > self._most_bytes:
-            path = next(iter(self._files))
-            path.unlink(missing_ok=True)
-            self._leave_out(path)
+        """Take the bytes of a file, for which others go; raises OSError if none is left to go."""
+        has_looked = False
+        while True:
+            with self._lock:
+                if self._ledger.take(self._file_bytes, self._most_bytes):
+                    return
+                path = next(iter(self._files), None)
+            if path is not None:
+                self._remove(path)
+            elif has_looked:
+                raise OSError(errno.ENOSPC, f"no object fits into {self._most_bytes} bytes")
+            else:  # all is of others, of which we do not know yet
+                has_looked = True
+                self._look()
 
     def _keep_looking(self) -> None:
         pause_s = LOOK_S
@@ -177,16 +206,20 @@ class Directory(PageStore):
 
     def _times(self) -> list[int]:
         """What changes with the files there."""
-        return [os.stat(folder).st_mtime_ns for folder in os.scandir(self._root)]
+        return [entry.stat().st_mtime_ns for entry in os.scandir(self._root) if entry.is_dir()]
 
     def _look(self) -> None:
         with self._lock:
             self._put_meanwhile.clear()
-        found = sorted(x for x in objects_below(self._root) if _is_named(x.path))
+            _, num = self._ledger.read()
+        there = list(objects_below(self._root))
+        found = sorted(x for x in there if _is_named(x.path))
+        num_begun = sum(x.num_bytes for x in there if x.path.name.startswith(BEGUN))
         with self._lock:
             files = {x.path: x.num_bytes for x in found} | self._put_meanwhile
             self._files = OrderedDict(files)
             self.num_bytes = sum(files.values())
+            self._ledger.set(self.num_bytes + num_begun, num)
             own = (path.stem for path in files if path.parent == self._own)
             self._own_keys = set(map(bytes.fromhex, own))
 
