@@ -355,19 +355,19 @@ def test_a_death_beside_that_of_another_worker_casts_no_suspicion(
 ) -> None:
     """As where a node ends: two such deaths, one alone, and its answer; but not for ever."""
     monkeypatch.setattr("router.dispatch.suspect.MOMENT_S", HANG_S)  # whatever stands still
-    doubles = decoders(6)
-    _, url, router = serve(*doubles)
-    future, left = ask(url), list(doubles)
-    for beside in (True, True, False):
+    left, others = decoders(4), [DecodeDouble(f"decode-{4 + i}", stats=FULL) for i in range(2)]
+    _, url, router = serve(*left, *others)
+    future = ask(url)
+    for _ in range(3):
         victim, *left = holder_and_other(left)
         victim.chunk(*victim.take())
         (req,) = router.front.dispatcher._reqs.values()
         wait_until(lambda req=req: req.suspect.has_row)
-        other = left.pop() if beside else None
+        other = others.pop() if others else None  # alone at last
         halfway = {"at once": [], "before": [victim], "behind": [other]}[order]
         if other and halfway:
-            router.update_members([double.member for double in [*left, *halfway]])
-        router.update_members([double.member for double in left])
+            router.update_members([double.member for double in [*left, *others, *halfway]])
+        router.update_members([double.member for double in [*left, *others]])
     speak(ids)(left[0], *left[0].take())
     assert ended(future) == ("abcdefgh", "stop", None)
 
