@@ -193,8 +193,7 @@ class Dispatcher:
                 # Its client may be gone, and come back; a dispatch that was overtaken is nobody's.
                 self._wire.send(peer, Abort(chunk.req_id, chunk.dispatch, keep=req is None))
             return
-        if not req.suspect.has_row:
-            self._queue.begun(req)
+        req.begun()
         failed = chunk.finish_reason in FAILED
         first = req.position - chunk.position  # of its tokens, the first that is new
         if first < 0 and not (failed and not chunk.tokens):

@@ -73,6 +73,11 @@ class Proposed(NamedTuple):
     num_tokens: int
     heard_at: float  # of the worker's last Pong: the next one counts them itself
 
+    def computed(self) -> None:
+        """They do not wait there any more."""
+        if self.prefill.heard_at == self.heard_at:
+            self.prefill.num_proposed_tokens -= self.num_tokens
+
 
 class Members:
     """The table of members. `update` takes the controller's list, the others what was observed."""
@@ -169,11 +174,6 @@ class Members:
             return None
         prefill.num_proposed_tokens += num_tokens
         return Proposed(prefill, num_tokens, prefill.heard_at)
-
-    def computed(self, proposed: Proposed) -> None:
-        """A prompt does not wait any more where it was proposed."""
-        if proposed.prefill.heard_at == proposed.heard_at:
-            proposed.prefill.num_proposed_tokens -= proposed.num_tokens
 
     def left(self, peer: PeerId, *, allows_one: bool) -> None:
         """A request is no longer at `peer`; with `allows_one` another may be sent there."""

@@ -111,6 +111,17 @@ class Req:
         """Whether this worker has it."""
         return self.route is not None and self.route.decode == peer
 
+    def computed(self) -> None:
+        """Its prompt waits nowhere any more."""
+        if self.proposed is not None:
+            self.proposed.computed()
+            self.proposed = None
+
+    def begun(self) -> None:
+        """Its decode worker has a row for it, or tokens."""
+        self.suspect.has_row = True
+        self.computed()
+
     @property
     def computes_prompt(self) -> bool:
         """Whether its prompt is computed for it alone: what another has computed has no logits."""
@@ -264,7 +275,7 @@ class Queue:
         if route is None:
             req.queued_s += time.monotonic() - req.queued_at
             return
-        self._computed(req)
+        req.computed()
         self._members.left(route.decode, allows_one=served)
         self._waiting.runs(req.client, -1)
 
@@ -273,11 +284,6 @@ class Queue:
         pause_s = max(MIN_PAUSE_S, retry_after_s) * (1 + MAX_JITTER * random.random())
         self._members.refused(peer, time.monotonic() + pause_s)
         self._loop.call_later(pause_s, self.place)
-
-    def begun(self, req: Req) -> None:
-        """Its decode worker has a row for it, or tokens."""
-        req.suspect.has_row = True
-        self._computed(req)
 
     def found(self, req: Req, num_cached: int) -> None:
         """Its decode worker has said how many of its prompt's tokens were there."""
@@ -373,11 +379,6 @@ class Queue:
             first, num = route.candidates[0].peer, route.candidates[0].num_cached_tokens
         req.proposed = self._members.sent(route.decode, first, max(0, req.position - num), now)
         self._waiting.runs(req.client, +1)
-
-    def _computed(self, req: Req) -> None:
-        if req.proposed is not None:
-            self._members.computed(req.proposed)
-            req.proposed = None
 
 
 def _follow(req: Req, decode: Sequence[Known]) -> tuple[list[Known], str]:

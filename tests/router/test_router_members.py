@@ -80,10 +80,10 @@ def test_a_prompt_waits_nowhere_once_it_is_computed(members: Members) -> None:
     assert first is not None
     assert other is not None
     assert prefill is not None
-    members.computed(first)
+    first.computed()
     assert prefill.num_queued_tokens == 15
     members.pong("p/1", WorkerStats(num_queued_tokens=3))  # which speaks of the other one, too
-    members.computed(other)
+    other.computed()
     assert prefill.num_queued_tokens == 3
 
 

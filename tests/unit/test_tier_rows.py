@@ -20,9 +20,9 @@ from worker.cache.layout import KVLayout, KVRegion, StateRegion
 from worker.cache.pool import KVPool
 from worker.observe.metrics import WorkerMetrics
 from worker.plan import Chunk, Plan, RowPages
+from worker.transfer.tier import directory
 from worker.transfer.tier.ahead import CopyAhead
 from worker.transfer.tier.arena import Arena
-from worker.transfer.tier import directory
 from worker.transfer.tier.directory import Directory, in_blocks
 from worker.transfer.tier.objects import (
     Corrupt,

@@ -116,7 +116,8 @@ class Directory(PageStore):
                 begun.rename(path)
             except OSError:
                 begun.unlink(missing_ok=True)
-                self._give_back(self._file_bytes)
+                with self._lock:
+                    self._ledger.give_back(self._file_bytes)
                 raise
         self._note(path, self._file_bytes)
         return True
@@ -169,11 +170,8 @@ class Directory(PageStore):
         num_bytes = self._leave_out(path)
         with contextlib.suppress(FileNotFoundError):  # another has removed it, and given it back
             path.unlink()
-            self._give_back(num_bytes)
-
-    def _give_back(self, num_bytes: int) -> None:
-        with self._lock:
-            self._ledger.give_back(num_bytes)
+            with self._lock:
+                self._ledger.give_back(num_bytes)
 
     def _make_room(self) -> None:
         """Take the bytes of a file, for which others go; raises OSError if none is left to go."""
