@@ -29,6 +29,7 @@ class Agent:
     speaks: str
     program: str
     arguments: str
+    has_tools: bool = True
     env: dict[str, str] = field(default_factory=dict[str, str])
     files: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -60,8 +61,9 @@ class Agent:
             try:
                 subprocess.run(command, cwd=work, env=env, timeout=LIMIT_S, check=True, **quiet)
             except subprocess.SubprocessError as error:
-                return lacks(kept, f"exit code {getattr(error, 'returncode', 'none in time')}")
-        return lacks(kept)
+                why = f"exit code {getattr(error, 'returncode', 'none in time')}"
+                return lacks(kept, why, has_tools=self.has_tools)
+        return lacks(kept, has_tools=self.has_tools)
 
 
 AGENTS = {
@@ -70,15 +72,17 @@ AGENTS = {
 }
 
 
-def lacks(kept: list[Exchange], *more: str) -> str:
+def lacks(kept: list[Exchange], *more: str, has_tools: bool = True) -> str:
     """Why these exchanges are no turn with a call of a tool that the agent has, "" if they are one.
 
-    more: what else is wrong.
+    more: what else is wrong. Without tools it must reach the model, and offer none.
     """
     asked = [one for one in kept if ASKS.search(one.path)]
     found = [f"{one.path}: {one.status} {one.answer[:200]}" for one in kept if one.status != 200]
     called = [(name, offered(one.asked)) for one in asked for name in calls(one.answer)]
-    if not any(name in names for name, names in called):
+    if asked and not has_tools:
+        found += ["it has tools by now"] * any(offered(one.asked) for one in asked)
+    elif not any(name in names for name, names in called):
         told = ", ".join(sorted({name for name, _ in called})) or "nothing"
         found.append(f"called {told}" if asked else "has not reached the model")
     return "; ".join([*found, *more])

@@ -71,4 +71,8 @@ def test_a_call_counts_if_the_agent_has_that_tool(answer: str) -> None:
     of_namespace = {"type": "namespace", "name": "shell", "tools": [{"name": "run"}]}
     for tools, wanted in (([of_namespace], ""), ([{"function": {"name": "ran"}}], "called run")):
         asked = json.dumps({"tools": tools}).encode()
-        assert lacks([Exchange("/v1/responses", asked, 200, answer)]) == wanted
+        turn = [Exchange("/v1/responses", asked, 200, answer)]
+        assert (lacks(turn), lacks(turn, has_tools=False)) == (wanted, "it has tools by now")
+    turn = [Exchange("/v1/responses", b"{}", 200, "{}")]
+    assert (lacks(turn), lacks(turn, has_tools=False)) == ("called nothing", "")
+    assert lacks([], has_tools=False) == "has not reached the model"
