@@ -24,6 +24,11 @@ def script(*words: str, check: bool = True, **more: Any) -> subprocess.Completed
     return subprocess.run(command, env=environment, check=check, text=True, **more)
 
 
+def child_of(pid: int) -> int:
+    """The process that it has begun."""
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
 def wait_ready(server: subprocess.Popen[bytes], output: Path) -> None:
     """Until it has printed its URL."""
     deadline = time.monotonic() + READY_TIMEOUT_S
@@ -41,14 +46,17 @@ def serving_on(host: str, arguments: Sequence[str], output: Path) -> Iterator[No
     """
     environment = os.environ | {"RAY_ADDRESS": HEAD, "RAY_AUTH_MODE": "disabled"}
     serve = [sys.executable, "-m", "cluster", "serve", *arguments]
+    begun = Path(os.environ.get("TWO_NODES_DIR", "/tmp/kvl2")) / f"{host}.pid"
+    # Of the Ray nodes whose processes a driver sees, it joins the head.
+    there = ["nsenter", "-t", str(child_of(int(begun.read_text()))), "--net", "--pid", "--mount"]
     with output.open("wb") as log:  # not by the script, whose shell passes no signal on
         served = subprocess.Popen(
-            ["ip", "netns", "exec", f"kvl{host}", *serve],
-            env=environment, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT,
+            [*there, *serve], env=environment, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
     try:
         wait_ready(served, output)
         yield
     finally:
-        served.send_signal(signal.SIGTERM)
+        if served.poll() is None:
+            os.kill(child_of(served.pid), signal.SIGTERM)
         served.wait(60)
