@@ -21,7 +21,7 @@ from router.config import RouterConfig
 from router.dispatch import pool
 from router.dispatch.turns import MAX_CLIENTS, Turns
 from router.errors import ApiError
-from router.http import answer
+from router.http import answer, request_body
 from router.http.answer import Answer
 from router.http.arrivals import Arrivals
 from router.http.request_body import check_values
@@ -96,7 +96,9 @@ def test_what_a_template_refuses_to_write_is_too_long_a_prompt(
     assert "the chat template writes more than 65536 characters" in refused["message"]
 
 
-def test_a_body_may_have_so_many_values() -> None:
+@pytest.mark.parametrize("stretch", [2, 7, request_body.STRETCH])
+def test_a_body_may_have_so_many_values(stretch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_body, "STRETCH", stretch)
     texts = [",[{" * 3000, 'a\\"', '"[,']
     check_values(json.dumps([1] * 500 + texts).encode(), 1000)
     long = b'["' + b'\\"' * 2000 + b'", ' + b"1," * 1000
@@ -267,7 +269,7 @@ def test_a_probe_does_not_wait_for_a_crowd(serve: Serve, path: str, body: Any) -
     served = serve(DecodeDouble(script=speak([5])))
     port = int(served.url.rpartition(":")[2])
     raw, probe = post(path, json.dumps(body).encode()), head("GET", "/live")
-    gate = threading.Event()
+    gate, is_answered, seen = (threading.Event() for _ in range(3))
     with ExitStack() as stack:
         mine, *crowd = (
             stack.enter_context(socket.create_connection(("127.0.0.1", port), HANG_S, (source, 0)))
@@ -275,14 +277,26 @@ def test_a_probe_does_not_wait_for_a_crowd(serve: Serve, path: str, body: Any) -
         )
         mine.sendall(probe)
         read_until(mine, b"live")
-        assert served.router.loop is not None
-        served.router.loop.call_soon_threadsafe(gate.wait)  # all come while it stands still
+        loop = served.router.loop
+        assert loop is not None
+
+        def look() -> None:
+            if select.select([mine], [], [], 0)[0]:
+                is_answered.set()
+                seen.wait()
+            else:
+                loop.call_soon(look)
+
+        loop.call_soon_threadsafe(gate.wait)  # all come while it stands still
         for one in crowd:
             one.sendall(raw)
         mine.sendall(probe)
+        loop.call_soon_threadsafe(look)
         gate.set()
-        read_until(mine, b"live")
+        assert is_answered.wait(HANG_S)
         assert len(select.select(crowd, [], [], 0)[0]) < 60
+        seen.set()
+        read_until(mine, b"live")
         wait_until(lambda: len(select.select(crowd, [], [], HANG_S)[0]) == len(crowd))
 
 
