@@ -271,6 +271,7 @@ def test_a_probe_does_not_wait_for_a_crowd(serve: Serve, path: str, body: Any) -
     raw, probe = post(path, json.dumps(body).encode()), head("GET", "/live")
     gate, is_answered, seen = (threading.Event() for _ in range(3))
     with ExitStack() as stack:
+        stack.callback(seen.set)
         mine, *crowd = (
             stack.enter_context(socket.create_connection(("127.0.0.1", port), HANG_S, (source, 0)))
             for source in ["127.0.0.1", *["127.0.0.2"] * 200]

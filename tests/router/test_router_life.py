@@ -1,6 +1,7 @@
 """Clients, deadlines and the router's own life: leaving, draining, stopping, members, ports."""
 
 import gc
+import socket
 import threading
 import weakref
 from collections import Counter
@@ -146,6 +147,43 @@ def test_a_turn_of_the_loop_takes_little(served: Served, what: str) -> None:
         held.set()
         assert here.wait(HANG_S)
     assert max(at_turn.values()) <= MAX_TURN_EVENTS
+
+
+def test_few_connections_wait_for_none_of_many(served: Served) -> None:
+    """One of another address, the last to be ready, is among the first that are heard."""
+    loop, usual, heard = served.router.loop, LimitedProtocol.data_received, list[str]()
+    assert loop is not None
+    host, port = served.url.removeprefix("http://").split(":")
+    sources = [*["127.0.0.2"] * (4 * MAX_TURN_EVENTS), "127.0.0.3"]
+    asleep, held, here = (threading.Event() for _ in range(3))
+
+    def sleep() -> None:
+        asleep.set()
+        held.wait(HANG_S)
+
+    def seen(connection: LimitedProtocol, given: Any) -> None:
+        assert connection.client is not None
+        heard.append(connection.client[0])
+        usual(connection, given)
+        if len(heard) == len(sources):
+            here.set()
+
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        clients = [
+            stack.enter_context(socket.create_connection((host, int(port)), HANG_S, (source, 0)))
+            for source in sources
+        ]
+        for client in clients:  # it is accepted
+            client.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+            read_until(client, b"live")
+        patch.setattr(LimitedProtocol, "data_received", seen)
+        loop.call_soon_threadsafe(sleep)
+        assert asleep.wait(HANG_S)
+        for client in clients:
+            client.sendall(b"GET ")
+        held.set()
+        assert here.wait(HANG_S)
+    assert heard.index("127.0.0.3") < 2
 
 
 def test_full_collections_wait_until_they_hold_few_up(serve: Serve) -> None:
