@@ -130,4 +130,6 @@ def test_prefix_aware_asks_the_prefill_worker_that_has_the_prompt() -> None:
     system = tuple(range(512))
     first = chosen.choose(system, decode, prefill).candidates[0]
     for _ in range(10):
-        assert chosen.choose((*system, 1), decode, prefill).candidates[0].peer == first.peer
+        again = chosen.choose((*system, 1), decode, prefill).candidates
+        had = [candidate.num_cached_tokens for candidate in again]
+        assert (again[0].peer, had) == (first.peer, [512, 0, 0])

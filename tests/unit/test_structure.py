@@ -60,11 +60,11 @@ ROOT_FILES = 13  # of worker, __init__ among them
 
 # What grows unseen if nothing caps it; `tests.support.structure` prints the figures.
 MAX = {
-    "worker": 37_900,
-    "router": 16_625,
+    "worker": 38_000,
+    "router": 16_730,
     "cluster": 7_650,
-    "product": 62_170,
-    "tests": 68_600,
+    "product": 62_390,
+    "tests": 68_780,
     "benchmarks": 9_880,
     "tests / product": 1.11,
     "wide functions": 12,
