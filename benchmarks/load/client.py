@@ -3,6 +3,7 @@
 Bytes are stamped when the loop hands them over, before they are parsed.
 """
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,12 +32,13 @@ class _Said(msgspec.Struct):
 
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # as vLLM calls it now; some send both
     tool_calls: list[_Call] | None = None
 
     @property
     def text(self) -> str:
         """Everything of it that a reader or a program sees."""
-        parts = [self.reasoning_content or "", self.content or ""]
+        parts = [self.reasoning_content or self.reasoning or "", self.content or ""]
         for call in self.tool_calls or ():
             if call.function is not None:
                 parts += [call.function.name or "", call.function.arguments or ""]
@@ -259,11 +261,12 @@ async def discover(url: str, headers: dict[str, str], cacert: str = "") -> dict[
             aiohttp.ClientSession(timeout=timeout, headers=headers) as http,
             http.get(f"{url}/v1/models", ssl=trusted(cacert) or True) as response,
         ):
-            answer = await response.json() if response.status == 200 else {}
+            # SGLang's router calls it text/plain.
+            answer = await response.json(content_type=None) if response.status == 200 else {}
             rows = answer.get("data", []) if isinstance(answer, dict) else []
             if not rows:
                 raise ConnectionError(f"{url}/v1/models lists no model (status {response.status})")
             return rows[0]
-    except (aiohttp.ClientError, TimeoutError) as error:
+    except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
         why = f"{error or type(error).__name__}{untrusted(error)}"
         raise ConnectionError(f"{url} cannot be asked: {why}") from error

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from benchmarks.load.client import Client, Target
+from benchmarks.load.client import Client, Target, discover
 from benchmarks.load.drive import Driver
 from benchmarks.load.pacer import Pacer, now
 from benchmarks.load.records import Outcome, Session, Turn
@@ -97,9 +97,13 @@ def drive(
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize(("piece", "end"), [(1, "\n\n"), (7, "\r\n\r\n")])
-def test_every_piece_of_a_stream_counts(piece: int, end: str) -> None:
-    (outcome,) = drive([Session((TURN,), 0.0)], sends(events(WHOLE, end), piece))
+@pytest.mark.parametrize(("piece", "end", "names"), [
+    (1, "\n\n", ("reasoning_content",)), (7, "\r\n\r\n", ("reasoning",)),
+    (64, "\n\n", ("reasoning", "reasoning_content")),
+])  # fmt: skip
+def test_every_piece_of_a_stream_counts(piece: int, end: str, names: tuple[str, ...]) -> None:
+    told = [*WHOLE[:2], chunk(**dict.fromkeys(names, "b")), *WHOLE[3:]]
+    (outcome,) = drive([Session((TURN,), 0.0)], sends(events(told, end), piece))
     assert (outcome.error, outcome.text, outcome.finish_reason) == ("", "abünï", "stop")
     assert len(outcome.chunk_s) == 3
     assert outcome.sent_s <= outcome.chunk_s[0] <= outcome.chunk_s[-1] <= outcome.end_s
@@ -107,6 +111,25 @@ def test_every_piece_of_a_stream_counts(piece: int, end: str) -> None:
     assert found == (7, 3, 4)
     (without,) = drive([Session((TURN,), 0.0)], sends(events(WHOLE[:-1])))
     assert (without.counted, without.num_output_tokens) == (False, 3), "pieces are counted"
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/plain"])
+def test_models_are_listed_in_any_type(kind: str) -> None:
+    """As of SGLang's router."""
+
+    async def main(text: str) -> dict[str, Any]:
+        async def listed(_: web.Request) -> web.Response:
+            return web.Response(text=text, content_type=kind)
+
+        app = web.Application()
+        app.router.add_get("/v1/models", listed)
+        async with TestServer(app) as server:
+            return await discover(str(server.make_url("")).rstrip("/"), {})
+
+    assert asyncio.run(main('{"data": [{"id": "m"}]}')) == {"id": "m"}
+    for wrong in ("no JSON", "[]", ""):
+        with pytest.raises(ConnectionError):
+            asyncio.run(main(wrong))
 
 
 FAILURES: list[tuple[Handler, str, str]] = [

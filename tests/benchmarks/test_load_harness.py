@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks import versus
 from benchmarks.load import measurement, search
 from benchmarks.load.__main__ import main
 from benchmarks.load.measure import samples
@@ -74,6 +75,33 @@ def test_streams_that_end_in_an_error_event_are_not_served(tmp_path) -> None:
         assert main([*asked, "--quiet", "--json", str(path)]) == 0
     requests = read(path).summaries[0]["requests"]
     assert (requests["served"], requests["errors"]) == (8, {"stream_error": 4})
+
+
+def test_servers_are_sent_the_same_and_compared(tmp_path, capsys) -> None:
+    path = tmp_path / "a.json"
+    load = "--concurrency 2 --num 6 --source problems --quiet --processes 1 --slo ttft=100ms"
+    slow, fast = (StubOptions(ttft_s=ttft_s, itl_s=0.002) for ttft_s in (0.2, 0.02))
+    with running_stub(slow) as a, running_stub(fast) as b:
+        named = [f"a={a}/v1/", f"b={b},{b}#2"]
+        assert versus.main([*named, "--rounds", "2", "--json", str(path), "--load", load]) == 0
+    assert "b / a" in capsys.readouterr().out
+    (told,) = msgspec.json.decode(path.read_bytes())["loads"]
+    assert len(set(told["digests"])) == 2, "no round has another's prompts"
+    of_a, of_b = (told["figures"][name] for name in "ab")
+    assert [each["goodput"]["share"] for each in (*of_a, *of_b)] == [0.0, 0.0, 1.0, 1.0]
+    rows = versus.table([*map(versus.server_of, named)], told["figures"])
+    whole = np.median([each["throughput"]["output_tokens_per_s"] for each in of_b])
+    part = float(rows[3].split()[2].replace(",", ""))
+    assert part == pytest.approx(whole / 2, rel=0.01), "a GPU's"
+
+
+@pytest.mark.parametrize(("wrong", "says"), [
+    (["a=http://x"], "at least two"), (["a=x", "b=x#0"], "'b=x#0' is not"),
+    (["a=x", "b=y", "--load", "--search --slo ttft=1"], "--rounds repeat it"),
+])  # fmt: skip
+def test_mistakes_of_versus_are_told(wrong: list[str], says: str, capsys) -> None:
+    assert versus.main([*wrong, "--load", "--num 1"]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_a_server_that_simulates_acceptance_marks_all_that_is_made_of_it(tmp_path, capsys) -> None:

@@ -1,10 +1,11 @@
-"""Our harness against servers of others: `python -m tests.clients.servers [NAME …]`.
+"""Our harness against servers of others: `python -m tests.clients.servers [NAME …] [--versus]`.
 
 Installs llama.cpp (in the wheel xllamacpp) and what `transformers serve` needs into .tools/servers,
 has both serve the bundled model on this machine's CPUs, and runs `kvlane bench --agree` against
 them, a request at a time, in a network namespace: tokens, requests and times as far as that server
 tells. `transformers serve` has no page of metrics: its usage is compared with what our tokenizer
-counts in its texts. Exits with 1 where something is more than 3 % apart.
+counts in its texts. Exits with 1 where something is more than 3 % apart. --versus: instead, these
+and kvlane side by side, by `benchmarks.versus`.
 
 llama.cpp closes connections after streams and says so nowhere, so none is used twice.
 """
@@ -15,12 +16,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
 from transformers import AutoModelForCausalLM
 
+from benchmarks import versus
+from tests.e2e.harness import serving as serving_kvlane
 from tests.support.gguf_files import CONTROL, NORMAL, Words, write_model
 from tests.support.namespaces import ENTER, INSIDE, run
 
@@ -45,6 +48,15 @@ LOADS = {"llama.cpp": ("--source", "synthetic:2048,256", "--num", "6"),
          "transformers": ("--source", "problems", "--num", "12")}  # fmt: skip
 
 
+VERSUS = (
+    "--tokenizer", str(TINY), "--rounds", "3", "--load",
+    "--endpoint completions --source synthetic:512,64 --concurrency 1 --num 6 --quiet"
+    " --header 'Connection: close' --slo ttft=2s,itl=50ms", "--load",
+    "--endpoint completions --source synthetic:128,32 --rate 1 --num 12 --quiet"
+    " --header 'Connection: close' --slo ttft=2s,itl=50ms",
+)  # fmt: skip
+
+
 def as_gguf(path: Path) -> None:
     """The bundled model, its words split as GPT-2's are."""
     read = json.loads((TINY / "tokenizer.json").read_text())
@@ -60,29 +72,29 @@ def as_gguf(path: Path) -> None:
 
 
 @contextmanager
-def serving(name: str, python: Path) -> Iterator[None]:
-    """The server of that name listens while the body runs."""
+def serving(name: str, python: Path, port: int = PORT) -> Iterator[str]:
+    """The server of that name listens while the body runs; its URL."""
     if name == "llama.cpp":
         as_gguf(PLACE / "tiny.gguf")
-        words = [str(python), "-c", LLAMA, str(PLACE / "tiny.gguf"), str(PORT)]
+        words = [str(python), "-c", LLAMA, str(PLACE / "tiny.gguf"), str(port)]
     else:
         words = [str(python), "-m", "transformers.cli.transformers", "serve", str(TINY)]
         words += ["--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1"]
-        words += ["--port", str(PORT)]
+        words += ["--port", str(port)]
     log = PLACE / f"{name}.log"
     with log.open("wb") as file, subprocess.Popen(words, stdout=file, stderr=file) as process:
         try:
-            until, url = time.monotonic() + START_S, f"http://127.0.0.1:{PORT}/health"
+            until, url = time.monotonic() + START_S, f"http://127.0.0.1:{port}"
             while True:
                 try:
-                    if httpx.get(url, timeout=5).is_success:
+                    if httpx.get(f"{url}/health", timeout=5).is_success:
                         break
                 except httpx.TransportError:
                     pass
                 if process.poll() is not None or time.monotonic() > until:
                     sys.exit(f"{name} does not serve: {log.read_text(errors='replace')[-2000:]}")
                 time.sleep(0.5)
-            yield
+            yield url
         finally:
             process.kill()
 
@@ -90,10 +102,19 @@ def serving(name: str, python: Path) -> Iterator[None]:
 def compare(name: str, python: Path) -> int:
     """What `kvlane bench` ends with."""
     print(f"--- {name}", flush=True)
-    with serving(name, python):
-        url = ("--url", f"http://127.0.0.1:{PORT}")
-        words = [sys.executable, "-m", "cluster", "bench", *url, *BENCH, *LOADS[name]]
+    with serving(name, python) as url:
+        words = [sys.executable, "-m", "cluster", "bench", "--url", url, *BENCH, *LOADS[name]]
         return subprocess.run(words, check=False).returncode
+
+
+def side_by_side(names: list[str], python: Path) -> int:
+    """What `benchmarks.versus` ends with."""
+    with ExitStack() as stack:
+        made = serving_kvlane(["--prefill", "1"], PORT - 1, keep=PLACE)
+        servers = [f"kvlane={stack.enter_context(made)}"]
+        for port, name in enumerate(names, PORT):
+            servers.append(f"{name}={stack.enter_context(serving(name, python, port))}")
+        return versus.main([*servers, *VERSUS])
 
 
 def main() -> int:
@@ -101,12 +122,15 @@ def main() -> int:
     names = [each for each in sys.argv[1:] if each in INSTALL] or [*INSTALL]
     if INSIDE in os.environ:
         run("ip", "link", "set", "lo", "up")
-        return max([compare(name, PLACE / "bin" / "python") for name in names])
+        python = PLACE / "bin" / "python"
+        if "--versus" in sys.argv:
+            return side_by_side(names, python)
+        return max([compare(name, python) for name in names])
     packages = [INSTALL[name] for name in names]
     run(str(REPOSITORY / "tests" / "support" / "venv"), str(PLACE), "--no-deps", *packages)
     (site,) = PLACE.glob("lib/python3.*/site-packages")
     (site / "own.pth").write_text(str(Path(httpx.__file__).parents[1]))  # all that is here, too
-    inside = [*ENTER, sys.executable, "-m", "tests.clients.servers", *names]
+    inside = [*ENTER, sys.executable, "-m", "tests.clients.servers", *sys.argv[1:]]
     return subprocess.run(inside, env={**os.environ, INSIDE: "1"}, check=False).returncode
 
 
