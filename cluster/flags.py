@@ -32,6 +32,7 @@ ALIASES: tuple[tuple[str, str, type], ...] = (
      "prefill.engine.memory_fraction decode.engine.memory_fraction", float),
     ("--served-model-name", "model.served_name", str),
     ("--kv-cache-dtype", "kv.dtype", str),
+    ("--mamba-ssm-cache-dtype", "kv.state_dtype", str),
 )  # fmt: skip
 API_KEY = "--api-key"
 NO_KEY = (

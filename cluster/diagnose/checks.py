@@ -308,8 +308,8 @@ def check_model(config: Config, *, with_weights: bool = True) -> None:
         for role in ROLES
         if (part := config.role(role)).replicas
     }
-    model, spec, kv_dtype = config.model, config.spec, config.kv.dtype
-    check_directories(model, spec, ranks, with_weights=with_weights, kv_dtype=kv_dtype)
+    model, spec, dtypes = config.model, config.spec, (config.kv.dtype, config.kv.state_dtype)
+    check_directories(model, spec, ranks, dtypes, with_weights=with_weights)
     _check_tokenizer(config.model.directory / "tokenizer.json")
     if config.router.generation_config == "auto":
         defaults_of(config.model.directory)

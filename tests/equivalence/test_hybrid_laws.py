@@ -5,6 +5,7 @@ test_models.py compares its logits with `transformers`. All in float32, where th
 """
 
 import random
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -22,6 +23,7 @@ from worker.errors import UserError
 from worker.model import delta_net
 from worker.plan import Plan, RowStart
 
+MTP = {"drafter": "mtp", "widths": [1, 4]}
 NUM_TOKENS = 40 if whole else 12
 LENGTHS = (1, 2, 63, 64, 65, 128, 200, 17)  # of prompts; around the borders of blocks
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
@@ -110,6 +112,41 @@ def test_whatever_serves_a_request_changes_nothing(
 
 
 @pytest.mark.parametrize(
+    ("place", "chunks", "spec", "ranks"),
+    [
+        ("always", 64, {"drafter": "ngram", "widths": [3]}, (1, 2)),
+        *in_whole(("never", 150, MTP, (1, 1)), ("always", None, {}, (2, 1))),
+    ],
+)
+def test_neither_does_it_with_states_in_sixteen_bits(place, chunks, spec, ranks) -> None:
+    """One at a time, and again by what is kept: sums of a batch differ in what is rounded then."""
+    one, (prompts, sampling) = sections("never"), (each[3:7] for each in asked())
+    one["kv"]["state_dtype"] = "bfloat16"
+    with running(one, num_prefill=0) as cluster:
+        wanted = [
+            ids(cluster.client.generate([p], s))[0] for p, s in zip(prompts, sampling, strict=True)
+        ]
+        slot_bytes = cluster.workers["decode-0"].engine.layout.state.slot_bytes
+    config = sections(place, **({"max_prefill_tokens": chunks} if chunks else {}))
+    config |= {"kv": one["kv"], "spec": spec}
+    prefill_tp, decode_tp = ranks
+    with running(config, prefill_tp=prefill_tp, decode_tp=decode_tp) as cluster:
+        for _ in range(2):
+            found = [
+                ids(cluster.client.generate([p], s))[0]
+                for p, s in zip(prompts, sampling, strict=True)
+            ]
+            assert found == wanted
+        decode = cluster.workers["decode-0"].engine
+        check_slots(cluster)
+        layout = decode.model_layout.state
+        assert slot_bytes == layout.slot_bytes < replace(layout, state_dtype="float32").slot_bytes
+        if place == "always":
+            moved = value(decode.metrics.pulled_bytes("shm/shm"))
+            assert moved >= 2 * len(wanted) * decode.layout.state.slot_bytes
+
+
+@pytest.mark.parametrize(
     ("section", "message"),
     [({"max_prefill_tokens": 63}, "at least 64"), ({"graph": {"prefill": "compiled"}}, "trace")],
 )
@@ -118,9 +155,6 @@ def test_settings_that_recurrent_layers_cannot_have_are_refused(section, message
         pass
     assert refused.value.param is not None
     assert refused.value.param.startswith("engine.")
-
-
-MTP = {"drafter": "mtp", "widths": [1, 4]}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from worker.cache.layout import KVLayout, KVRegion, ModelLayout, rank_heads
+from worker.cache.layout import KVLayout, KVRegion, ModelLayout, StateRegion, rank_heads
 from worker.cache.pool import KVPool
 from worker.transfer.layout import RankPair, merge_pages, rank_plan
 
@@ -21,6 +21,7 @@ TAIL = replace(
     DRAFT, name="tail", num_kv_heads=1, head_dim=24, parts=1, rows="page", dtype="bfloat16"
 )
 CPU = torch.device("cpu")
+NAMES = "float32", "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,17 @@ def test_the_hash_is_stable_and_sees_every_field_and_the_digest_but_no_name():
     others = [layout_hash(replace(REGION, **{name: value})) for name, value in changes.items()]
     others += [layout_hash(REGION, digest="e"), layout_hash(REGION, DRAFT)]
     assert len({same, *others}) == len(others) + 1
+
+
+def test_the_hash_sees_the_dtype_of_states_but_not_that_of_all_before():
+    state = StateRegion(2, 2, 2, 32, 32, "bfloat16")
+    of = [ModelLayout((REGION,), replace(state, state_dtype=dtype)) for dtype in NAMES]
+    hashes = [each.identity("tiny", "d").layout_hash for each in of]
+    assert hashes[0] == "128f49e8d0764894"
+    assert hashes[0] != hashes[1]
+    slots = [each.share(2, 1).state.slot_bytes for each in of]
+    inputs = 2 * 3 * (2 * 32 + 2 * 32) * 2
+    assert slots == [2 * 2 * 32 * 32 * size + inputs for size in (4, 2)]
 
 
 def test_a_refusal_names_both_models_or_both_layouts():

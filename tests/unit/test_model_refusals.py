@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.hybrids import hybrid
 from worker.config import ModelConfig, SpecConfig
 from worker.config.checkpoint.families import FAMILIES, served
 from worker.config.checkpoint.refusals import NEEDED, READ
 from worker.config.checkpoint.shape import read_model_shape
 from worker.errors import Unsupported, UserError
-from worker.start.check import EIGHT_BITS, check_directories, check_kv
+from worker.start.check import EIGHT_BITS, check_directories, check_kv, check_states
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 99,
@@ -216,6 +217,15 @@ def test_kv_in_eight_bits_is_refused_where_it_cannot_be(
     with pytest.raises(UserError, match=f"kv.dtype: {EIGHT_BITS} {why}.*leave it auto") as caught:
         check_kv(EIGHT_BITS, dtype, shape, capability)
     assert caught.value.param == "kv.dtype"
+
+
+def test_states_in_sixteen_bits_are_refused_where_there_are_none(tmp_path: Path) -> None:
+    shape = read_model_shape(write(tmp_path, "Qwen3ForCausalLM", {}))
+    check_states("float32", shape)
+    with pytest.raises(UserError, match="no layer of this model has a state") as caught:
+        check_states("bfloat16", shape)
+    assert caught.value.param == "kv.state_dtype"
+    check_states("bfloat16", read_model_shape(hybrid()))
 
 
 def test_the_readme_lists_what_is_served() -> None:

@@ -29,7 +29,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SHAPES = [DeltaShape(2, 1, 16, 32), DeltaShape(1, 2, 32, 16), DeltaShape(2, 3, 16, 16)]
 WIDEST = 4
-BOUND = 4e-5
+F32, BF16 = torch.float32, torch.bfloat16
+BOUND = {F32: 4e-5, BF16: 0.01}
 NAN = float("nan")
 NONE: Mapping[int, tuple[int, int]] = {}
 
@@ -47,7 +48,8 @@ def poisoned() -> Iterator[None]:
 class Net:
     """One layer: weights, and slots and ring that are NaN until a request writes them."""
 
-    def __init__(self, shape: DeltaShape, num_rows: int) -> None:
+    def __init__(self, shape: DeltaShape, num_rows: int, dtype: torch.dtype = F32) -> None:
+        """dtype: of states."""
         self.shape = shape
         generator = torch.Generator("cpu").manual_seed(sum(shape))
         device = torch.get_default_device()
@@ -64,7 +66,7 @@ class Net:
         blocks = shape.value_dim // values
         sizes = shape.key_heads, shape.ratio, blocks, shape.key_dim, values
         self.state = DeltaState(
-            torch.full((num_rows + 1, *sizes), NAN),
+            torch.full((num_rows + 1, *sizes), NAN, dtype=dtype),
             torch.full((num_rows + 1, shape.key_heads, 3, shape.head_channels), NAN),
             torch.full((num_rows + 1, WIDEST, shape.raw_width), NAN),
         )
@@ -158,13 +160,14 @@ def spans(borders: Sequence[int]) -> list[tuple[int, int]]:
     return list(itertools.pairwise(borders))
 
 
-def check_right(x: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(x.cpu().double(), wanted, rtol=BOUND, atol=BOUND)
+def check_right(x: Tensor, wanted: Tensor, dtype: torch.dtype = F32) -> None:
+    bound = BOUND[dtype]
+    torch.testing.assert_close(x.cpu().double(), wanted, rtol=bound, atol=bound)
 
 
-def check_same(x: Tensor, y: Tensor) -> None:
+def check_same(x: Tensor, y: Tensor, dtype: torch.dtype = F32) -> None:
     """The kernels' order of sums is fixed; torch's depends on a tensor's sizes."""
-    bound = 0 if INTERPRETED or x.is_cuda else 1e-5
+    bound = 0 if INTERPRETED or x.is_cuda else 1e-5 if dtype is F32 else BOUND[dtype]
     torch.testing.assert_close(x, y, rtol=0, atol=bound)
 
 
@@ -176,9 +179,10 @@ SOME = [(SHAPES[0], 1, WIDTHS[:1]), (SHAPES[1], 70, WIDTHS[2:])]
 CASES = [*SOME[-1:], *pairwise.more(SOME[0], *product(SHAPES, PROMPTS, [WIDTHS]))]
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize(("shape", "prompt", "all_widths"), CASES, ids=str)
 def test_every_width_and_acceptance_equals_the_recurrence(
-    shape: DeltaShape, prompt: int, all_widths: list[tuple[int, ...]]
+    shape: DeltaShape, prompt: int, all_widths: list[tuple[int, ...]], dtype: torch.dtype
 ):
     """Rows differ in how many drafts are accepted. All have the same text; plain decode's bits."""
     for widths in all_widths:
@@ -186,12 +190,12 @@ def test_every_width_and_acceptance_equals_the_recurrence(
         if not pairwise.whole:  # each number once
             ways = [tuple(min(i, width) for width in widths) for i in range(1, max(widths) + 1)]
         rows = range(1, len(ways) + 2)  # and one that decodes plainly
-        net = Net(shape, len(rows))
+        net = Net(shape, len(rows), dtype)
         text = net.tokens(prompt + sum(widths) + 1)
         wanted = recurrence(net, text)
         for first, last in spans([*range(0, prompt, 64), prompt]):
             for out in net.prefill([(row, text[first:last]) for row in rows], padding=3):
-                check_right(out, wanted[first:last])
+                check_right(out, wanted[first:last], dtype)
         plain = [
             net.decode([rows[-1]], text[None, at : at + 1], [1])[0, 0]
             for at in range(prompt, len(text))
@@ -208,32 +212,36 @@ def test_every_width_and_acceptance_equals_the_recurrence(
             for i, num in enumerate(accepted):
                 for j in range(num):
                     position = at[i] + j
-                    check_right(out[i, j], wanted[position])
-                    check_same(out[i, j], plain[position - prompt])
+                    check_right(out[i, j], wanted[position], dtype)
+                    check_same(out[i, j], plain[position - prompt], dtype)
                 at[i] += num
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("shape", [SHAPES[1], *pairwise.more(SHAPES[0], SHAPES[2])], ids=str)
-def test_neither_cut_nor_company_changes_a_bit_of_a_prompt(shape: DeltaShape):
-    net = Net(shape, 4)
+def test_neither_cut_nor_company_changes_a_bit_of_a_prompt(shape: DeltaShape, dtype: torch.dtype):
+    net = Net(shape, 4, dtype)
     text, other = net.tokens(240 if pairwise.whole else 140), net.tokens(130)
     whole = net.prefill([(1, text)])[0]
-    check_right(whole, recurrence(net, text))
+    check_right(whole, recurrence(net, text), dtype)
     more = pairwise.more((2, [0, 128, 192, 240]), (3, [0, 64, 240]))
     for row, cuts in more or [(2, [0, 128, 140])]:
         parts = [text[first:last] for first, last in spans(cuts)]
         outs = [net.prefill([(4, other[:2]), (row, part)] if i else [(row, part)], padding=i)[-1]
                 for i, part in enumerate(parts)]  # fmt: skip
         net.seq_len[4] = 0
-        check_same(torch.cat(outs), whole)
-        for mine, its in zip(net.state[:2], net.state[:2], strict=True):
-            check_same(mine[net.state_slot[row]], its[net.state_slot[1]])
+        check_same(torch.cat(outs), whole, dtype)
+        for part in net.state[:2]:
+            check_same(part[net.state_slot[row]], part[net.state_slot[1]], dtype)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("shape", [SHAPES[1], *pairwise.more(SHAPES[0], SHAPES[2])], ids=str)
-def test_a_snapshot_is_the_state_of_a_prompt_that_ends_there(shape: DeltaShape) -> None:
+def test_a_snapshot_is_the_state_of_a_prompt_that_ends_there(
+    shape: DeltaShape, dtype: torch.dtype
+) -> None:
     """At a block's end in a chunk, at the chunk's own end, and in company."""
-    net = Net(shape, 8)
+    net = Net(shape, 8, dtype)
     text, other = net.tokens(140), net.tokens(70)
     net.prefill([(1, text[:64])], snapshots={1: (64, 3)})
     net.prefill([(2, other), (1, text[64:])], padding=3, snapshots={1: (128, 4), 2: (64, 5)})
@@ -241,11 +249,11 @@ def test_a_snapshot_is_the_state_of_a_prompt_that_ends_there(shape: DeltaShape) 
         net.seq_len[6] *= row != 5
         net.prefill([(6, tokens)])
         for part in net.state[:2]:
-            check_same(part[net.state_slot[row]], part[net.state_slot[6]])
+            check_same(part[net.state_slot[row]], part[net.state_slot[6]], dtype)
     assert net.state.s[net.state_slot[7:]].isnan().all()
     net.seq_len[4] = 128
     resumed = net.prefill([(4, text[128:])])[0]
-    check_right(resumed, recurrence(net, text)[128:])
+    check_right(resumed, recurrence(net, text)[128:], dtype)
 
 
 @pytest.mark.parametrize("shape", [SHAPES[1], *pairwise.more(SHAPES[0], SHAPES[2])], ids=str)

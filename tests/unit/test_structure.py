@@ -60,12 +60,12 @@ ROOT_FILES = 13  # of worker, __init__ among them
 
 # What grows unseen if nothing caps it; `tests.support.structure` prints the figures.
 MAX = {
-    "worker": 38_000,
+    "worker": 38_030,
     "router": 16_730,
     "cluster": 7_650,
     "product": 62_390,
-    "tests": 68_780,
-    "benchmarks": 9_880,
+    "tests": 68_920,
+    "benchmarks": 10_110,
     "tests / product": 1.11,
     "wide functions": 12,
     "each": 226,

@@ -103,7 +103,7 @@ class KVRegion:
 class StateRegion:
     """What gated delta nets keep of a request, in a slot of its own and not in pages.
 
-    A slot is [key head][layer][state of its value heads in f32, then 3 raw inputs of its channels]:
+    A slot is [key head][layer][state of its value heads, then 3 raw inputs of its channels]:
     so a range of key heads is one range of bytes, as a range of kv heads of a page is.
     """
 
@@ -113,11 +113,12 @@ class StateRegion:
     key_dim: int
     value_dim: int
     dtype: str  # of the inputs
+    state_dtype: str = "float32"
 
     @property
     def state_bytes(self) -> int:
         """Of the states of one key head's value heads, in one layer."""
-        return self.ratio * self.key_dim * self.value_dim * 4
+        return self.ratio * self.key_dim * self.value_dim * ITEM_BYTES[self.state_dtype]
 
     @property
     def head_bytes(self) -> int:
@@ -209,7 +210,10 @@ class ModelLayout(Regions):
 
     def identity(self, model: str, digest: str) -> "Identity":
         """Build what peers compare, for a model of that served name and digest (ADR 0025)."""
-        text = json.dumps([LAYOUT_VERSION, asdict(self), digest], sort_keys=True)
+        fields = asdict(self)
+        if self.state is not None and self.state.state_dtype == "float32":
+            del fields["state"]["state_dtype"]  # workers of before this field had no other
+        text = json.dumps([LAYOUT_VERSION, fields, digest], sort_keys=True)
         return Identity(model, digest, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
@@ -231,7 +235,7 @@ class Identity(NamedTuple):
             )
         return (
             f"its KV layout is {other.layout_hash}, ours {self.layout_hash}: "
-            "dtype, page_size, num_groups and the version of the KV layout must be the same"
+            "dtypes, page_size, num_groups and the version of the KV layout must be the same"
         )
 
 

@@ -151,11 +151,12 @@ def _layer_views(raw: Tensor, region: KVRegion, num_pages: int) -> list[tuple[Te
 def _state_views(raw: Tensor, state: StateRegion, num_slots: int) -> list[tuple[Tensor, Tensor]]:
     """(states of value heads, raw inputs) of each layer: views of slots and key heads.
 
-    [num_slots, key_heads, state_bytes / 4] f32 and [num_slots, key_heads, 3, channels], strided.
+    [num_slots, key_heads, numbers] and [num_slots, key_heads, 3, channels], strided.
     """
     shape = num_slots, state.key_heads, state.num_layers, -1
-    dtype = getattr(torch, state.dtype)
+    dtype, of_state = getattr(torch, state.dtype), getattr(torch, state.state_dtype)
     at = state.state_bytes // ITEM_BYTES[state.dtype]
-    states = raw.view(torch.float32).view(shape)[..., : state.state_bytes // 4].unbind(2)
+    num = state.state_bytes // ITEM_BYTES[state.state_dtype]
+    states = raw.view(of_state).view(shape)[..., :num].unbind(2)
     inputs = raw.view(dtype).view(shape)[..., at:].unflatten(3, (3, -1)).unbind(2)
     return list(zip(states, inputs, strict=True))

@@ -151,6 +151,9 @@ class KVConfig(Section):
     """Of the model's keys and values; auto: that of the model. float8_e4m3fn: eight bits, with a
     scale for each token and head: half the memory and half the bytes of a pull. A drafter's keep
     the model's."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of states of recurrent layers. bfloat16: half the memory and half the bytes of a step and of
+    a pull; a state is rounded behind a token of an answer, and behind 64 of a prompt."""
     num_groups: Auto | PositiveInt = "auto"
     """Layer groups of the KV. A number: every step announces them one by one. auto: 1 on CPU; on
     CUDA the largest number up to 4 that divides the layers, and steps announce them one by one

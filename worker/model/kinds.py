@@ -23,6 +23,7 @@ class Cut(NamedTuple):
     num_groups: int
     dtype: str  # of the model
     kv_dtype: str  # of keys and values
+    state_dtype: str = "float32"  # of recurrent states
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def _latent_region(shape: ModelShape, num_layers: int, cut: Cut) -> KVRegion:
 
 def _delta_region(shape: ModelShape, num_layers: int, cut: Cut) -> StateRegion:
     assert shape.delta is not None
-    return StateRegion(num_layers, *shape.delta, cut.dtype)
+    return StateRegion(num_layers, *shape.delta, cut.dtype, cut.state_dtype)
 
 
 def delta_share(shape: ModelShape, rank: int, size: int) -> DeltaShape:

@@ -31,7 +31,7 @@ from worker.peers.rank_group import RankGroup
 from worker.registry import resolve
 from worker.run.base import BucketCheck
 from worker.run.runner import ModelRunner
-from worker.start.check import check_kv
+from worker.start.check import check_kv, check_states
 from worker.start.engine import Engine, Kept
 from worker.start.load import Start, load
 from worker.start.tier import add_tier, check_tier
@@ -183,6 +183,7 @@ def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) 
     on_gpu = config.engine.device != "cpu"
     capability = torch.cuda.get_device_capability() if on_gpu else None
     check_kv(config.kv.dtype, config.model.dtype, shape, capability)
+    check_states(config.kv.state_dtype, shape)
     _check_layers(config, shape)
     check_tier(config, shape)
     if config.engine.device == "cpu":
@@ -230,7 +231,8 @@ def model_layout(
         log.debug("kv.num_groups = %d (of %d layers)", num_groups, shape.num_kv_layers)
     page_size, dtype = int(config.kv.page_size), config.model.dtype
     kv_dtype = dtype if config.kv.dtype == "auto" else config.kv.dtype
-    target, state = regions_of(shape, Cut(page_size, num_groups, dtype, kv_dtype))
+    cut = Cut(page_size, num_groups, dtype, kv_dtype, config.kv.state_dtype)
+    target, state = regions_of(shape, cut)
     drafted = () if drafter is None else regions(drafter, page_size, dtype)
     return ModelLayout((target, *drafted), state)
 

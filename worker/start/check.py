@@ -114,18 +114,26 @@ def check_kv(
         )
 
 
+def check_states(dtype: str, shape: ModelShape) -> None:
+    """Raise a UserError where kv.state_dtype is of no layer."""
+    if dtype != "float32" and shape.delta is None:
+        path = "kv.state_dtype"
+        raise UserError(f"{path}: no layer of this model has a state; leave it float32", path)
+
+
 def check_directories(
     model: ModelConfig,
     spec: SpecConfig,
     ranks: Ranks,
+    kept: tuple[str, str] = ("auto", "float32"),
     *,
     with_weights: bool = True,
-    kv_dtype: str = "auto",
 ) -> None:
     """Check a model's directory; with_weights: its files and drafter too.
 
-    UserErrors name file and field.
+    kept: kv.dtype and kv.state_dtype. UserErrors name file and field.
     """
+    kv_dtype, state_dtype = kept
     directory = model.directory
     try:
         check_path(directory)
@@ -139,6 +147,7 @@ def check_directories(
     if model.max_model_len != "auto":
         check_length(model.max_model_len, shape.max_position_embeddings)
     check_kv(kv_dtype, shape.dtype if model.dtype == "auto" else model.dtype, shape)
+    check_states(state_dtype, shape)
     _check_ranks(shape, ranks)
     if with_weights and spec.has_weights:
         _check_drafter(model, spec, shape, ranks)

@@ -15,6 +15,9 @@ first `folded` tokens, folds the `pending` ones, whose raw inputs the last windo
 ring, stores the state, and computes its own window without storing. A window of one token is always
 accepted and folded at once.
 
+States are f32, or bf16: then they are rounded behind a token that is folded, and behind a block of
+a chunk, so it does not matter either which windows and chunks led to them.
+
 A *snapshot* is the state at a multiple of the grid that a chunk or a fold passes, in a slot apart.
 """
 
@@ -45,7 +48,7 @@ class DeltaWeights(NamedTuple):
 class DeltaState(NamedTuple):
     """Slots of one layer, strided views. Slot 0 is a sink; none is read at position 0."""
 
-    # [num_slots, key_heads, ratio, blocks of values, key_dim, values of a block] f32
+    # [num_slots, key_heads, ratio, blocks of values, key_dim, values of a block] f32 or bf16
     s: Tensor
     conv: Tensor  # [num_slots, key_heads, TAPS - 1, head_channels]; raw inputs, oldest first
     # [num_rows + 1, max_width, raw_width]: raw inputs of rows' last windows, if wider than 1
@@ -79,14 +82,14 @@ def delta_states(
 
 def read_states(state: DeltaState, slots: Tensor) -> Tensor:
     """[n, value_heads, key_dim, value_dim] f32; slots: [n] i64."""
-    return state.s[slots].flatten(1, 2).transpose(2, 3).flatten(3)
+    return state.s[slots].float().flatten(1, 2).transpose(2, 3).flatten(3)
 
 
 def write_states(state: DeltaState, slots: Tensor, s: Tensor) -> None:
     """The inverse; s: [n, value_heads, key_dim, value_dim] f32, slots: [n] i64."""
     _, key_heads, ratio, blocks, _, values = state.s.shape
     s = s.unflatten(3, (blocks, values)).transpose(2, 3)
-    state.s[slots] = s.unflatten(1, (key_heads, ratio))
+    state.s[slots] = s.unflatten(1, (key_heads, ratio)).to(state.s.dtype)
 
 
 def by_channel(conv: Tensor, shape: DeltaShape) -> Tensor:
@@ -187,6 +190,7 @@ def delta_chunk_ref(
         outputs, snap = [], chunks.snap_lens[i] - (lengths[i] - count)
         for at in range(0, count, DELTA_BLOCK):
             s, o = delta_block(s, Inputs(*(part[at : at + DELTA_BLOCK] for part in x)))
+            s = s.to(state.s.dtype).float()
             outputs.append(o)
             if at + DELTA_BLOCK == snap:
                 kept = chunks.snap_slots[i : i + 1]
@@ -261,6 +265,7 @@ def delta_window_ref(
     after, outputs = held, list[Tensor]()
     for i in range(num_lines + width):
         s, o = delta_step(s, Inputs(*(part[:, i] for part in x)))
+        s = s.to(state.s.dtype).float()
         after = torch.where((i < kept).view(n, 1, 1, 1), s, after)
         passed = torch.where((line == i).view(n, 1, 1, 1), s, passed)
         outputs.append(o)

@@ -169,6 +169,7 @@ def _state_kernel(
     s_at += head % RATIO * (KEY_DIM * VALUE_DIM) + part * (KEY_DIM * VALUES)
     s_at += keys[:, None] * VALUES + tl.arange(0, VALUES)[None, :]
     s = tl.load(s_at, mask=(start > 0) & (row > 0) & (keys[:, None] >= 0), other=0.0)
+    s = s.to(tl.float32)
     enter(PDL)
 
     convolved += i * max_tokens * CHANNELS
@@ -187,6 +188,7 @@ def _state_kernel(
         if t >= pending:
             to = out + (t - pending) * (HEADS * VALUE_DIM)
             tl.store(to, tl.where(row > 0, o, 0.0).to(out.dtype.element_ty))
+        s = s.to(s_all.dtype.element_ty).to(tl.float32)
         if (t + 1 == kept) & (row > 0):
             tl.store(s_at, s)
         if t == snap_at:
@@ -459,7 +461,7 @@ def _scan_kernel(
         s_at = s_all + slot * stride_slot + key_head * stride_head
         s_at += head % RATIO * (KEY_DIM * VALUE_DIM) + keys[:, None] * HELD
         s_at += (values // HELD * (KEY_DIM * HELD) + values % HELD)[None, :]
-        s = tl.load(s_at, mask=started & (keys[:, None] >= 0), other=0.0)
+        s = tl.load(s_at, mask=started & (keys[:, None] >= 0), other=0.0).to(tl.float32)
         number = 0
         for earlier in range(request):
             length = tl.load(query_start + earlier + 1) - tl.load(query_start + earlier)
@@ -488,6 +490,7 @@ def _scan_kernel(
             tl.store(to, o.to(DTYPE), mask=both)
             new = (new * tl.exp(last - total)[:, None]).to(DTYPE)
             s = s * tl.exp(last) + tl.dot(tl.trans(k), new, input_precision=EXACT)
+            s = s.to(s_all.dtype.element_ty).to(tl.float32)
             p_at += HEADS * BLOCK * BLOCK
             if first + BLOCK - begin == snap:
                 tl.store(s_at + (snap_slot - slot) * stride_slot, s)
