@@ -77,6 +77,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--moved", type=int, default=0, help="by turns, while pages come from host memory and go")
     add("--page-size", type=int, default=64)
     add("--kv-dtype", default="auto", help="as kv.dtype")
+    add("--state-dtype", default="float32", help="as kv.state_dtype")
     add("--weights", default="", choices=("", *WEIGHTS), help="fp8: in blocks of 128 x 128")
     add("--chunk", type=int, default=4096, help="prompt tokens of one prefill step")
     add("--attention", type=backends, default="auto", help="a name, or prefill=NAME,decode=NAME")
@@ -126,7 +127,10 @@ def build(
         }  # fmt: skip
         config = {
             "role": "decode", "model": model, "engine": engine, "spec": spec, "tp": options.tp,
-            "kv": {"page_size": page_size, "dtype": options.kv_dtype},
+            "kv": {
+                "page_size": page_size, "dtype": options.kv_dtype,
+                "state_dtype": options.state_dtype,
+            },
         }  # fmt: skip
         config["kv"] |= {"snapshots": kept} if kept >= 0 else {}
         return led_engine(WorkerConfig.model_validate(config))
