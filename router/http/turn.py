@@ -58,8 +58,8 @@ def _peer(fd: int) -> str:
     except OSError:
         return ""
     try:
-        address = found.getpeername()
-        return address[0] if isinstance(address, tuple) else ""
+        address: tuple[str, int] | str = found.getpeername()
+        return address[0] if isinstance(address, tuple) else ""  # a path
     except OSError:
         return ""
     finally:

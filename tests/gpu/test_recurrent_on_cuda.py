@@ -35,17 +35,23 @@ SPECS: list[dict] = [{}, {"drafter": "mtp", "widths": [4]}]
 MARGIN = 0.04  # of logprobs in bfloat16: four times what 99.9 % keep
 
 
+@pytest.mark.parametrize("dtype", rule.BOUND)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("prompt", [0, 3, 70])
-def test_every_width_and_acceptance_has_the_bits_of_plain_decode(shape, prompt: int) -> None:
+def test_every_width_and_acceptance_has_the_bits_of_plain_decode(
+    shape, prompt: int, dtype: torch.dtype
+) -> None:
     with torch.device("cuda"):
-        rule.test_every_width_and_acceptance_equals_the_recurrence(shape, prompt, rule.WIDTHS)
+        rule.test_every_width_and_acceptance_equals_the_recurrence(
+            shape, prompt, rule.WIDTHS, dtype
+        )
 
 
+@pytest.mark.parametrize("dtype", rule.BOUND)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_neither_cut_nor_company_changes_a_bit_of_a_prompt(shape) -> None:
+def test_neither_cut_nor_company_changes_a_bit_of_a_prompt(shape, dtype: torch.dtype) -> None:
     with torch.device("cuda"):
-        rule.test_neither_cut_nor_company_changes_a_bit_of_a_prompt(shape)
+        rule.test_neither_cut_nor_company_changes_a_bit_of_a_prompt(shape, dtype)
 
 
 def both(dtype: torch.dtype, num_rows: int) -> list[tuple[DeltaWeights, DeltaState]]:
