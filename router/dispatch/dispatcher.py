@@ -207,7 +207,7 @@ class Dispatcher:
         if not req.tokens:  # of the first token; a worker that resumes has found and spent more
             req.num_cached_tokens = max(req.num_cached_tokens, chunk.num_cached_tokens)
             if chunk.tokens:
-                self._queue.found(req, chunk.num_cached_tokens)
+                self._queue.found(req, chunk.num_cached_tokens, chunk.stages)
             if chunk.stages is not None:
                 req.stages, req.decoded_by = chunk.stages, peer
         elif chunk.stages is not None and chunk.stages.late and req.decoded_by == peer:

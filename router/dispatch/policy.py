@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Protocol
 
@@ -35,6 +35,7 @@ class Route:
     decode: PeerId
     candidates: tuple[Candidate, ...]
     num_expected: float = 0.0  # tokens that the decode worker is thought to have; 0: not known
+    fresh: Sequence[int] = ()  # `Prefixes` of the prompt that the first candidate does not have yet
 
 
 class Policy(Protocol):
@@ -51,8 +52,10 @@ class Policy(Protocol):
         """
         ...
 
-    def found(self, route: Route, num_cached: int) -> None:
-        """The decode worker of a request has said how many of its prompt's tokens it had."""
+    def found(self, route: Route, num_cached: int, prefilled_by: PeerId = "") -> None:
+        """A request's decode worker has said how many of the prompt's tokens it had, or whoever
+        prefilled it; "": nobody.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +112,19 @@ class PrefixAware(Policy):
         best = min(decode, key=cost)
         pool = sorted(_eligible(best, prefill), key=wait_s)[:MAX_CANDIDATES]
         route = _route(best, pool, held(best), [int(held(known)) for known in pool])
+        if pool:
+            route = replace(route, fresh=prefixes.fresh(blocks, pool[0].peer))
         for known in (best, *pool[:1]):
             prefixes.sent(blocks, known.peer, known.stats.snapshot_grid)
         return route
 
-    def found(self, route: Route, num_cached: int) -> None:
+    def found(self, route: Route, num_cached: int, prefilled_by: PeerId = "") -> None:
         self._prefixes.found(route.decode, route.num_expected, num_cached)
+        for first in route.candidates[:1]:
+            if prefilled_by == first.peer:
+                self._prefixes.found(first.peer, first.num_cached_tokens, num_cached)
+            else:
+                self._prefixes.unsent(route.fresh, first.peer)
 
 
 class RoundRobin(Policy):

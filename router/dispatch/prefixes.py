@@ -1,5 +1,6 @@
 """Which workers probably hold the KV of a prompt's beginning, by what this router has sent them."""
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -56,6 +57,18 @@ class Prefixes:
             self._at.move_to_end(block)
         while len(self._at) > self._capacity:
             self._at.popitem(last=False)
+
+    def fresh(self, blocks: Sequence[int], peer: PeerId) -> Sequence[int]:
+        """Those behind what the worker was sent."""
+        return blocks[
+            bisect_left(blocks, True, key=lambda block: peer not in self._at.get(block, ())) :
+        ]
+
+    def unsent(self, blocks: Sequence[int], peer: PeerId) -> None:
+        """The worker was not asked for them after all."""
+        for number in (*blocks, *(~block for block in blocks)):
+            if number in self._at:
+                self._at[number].discard(peer)
 
     def _num_found(self, blocks: Sequence[int], peer: PeerId) -> int:
         """Blocks that the worker was sent."""

@@ -285,10 +285,10 @@ class Queue:
         self._members.refused(peer, time.monotonic() + pause_s)
         self._loop.call_later(pause_s, self.place)
 
-    def found(self, req: Req, num_cached: int) -> None:
-        """Its decode worker has said how many of its prompt's tokens were there."""
+    def found(self, req: Req, num_cached: int, stages: Stages | None) -> None:
+        """Its decode worker has said how many of its prompt's tokens were there, and by whom."""
         if req.route is not None:
-            self._policy.found(req.route, num_cached)
+            self._policy.found(req.route, num_cached, "" if stages is None else stages.prefilled_by)
 
     def drew(self, req: Req, num_tokens: int) -> None:
         """So many output tokens more have come."""

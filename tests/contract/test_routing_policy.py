@@ -133,3 +133,23 @@ def test_prefix_aware_asks_the_prefill_worker_that_has_the_prompt() -> None:
         again = chosen.choose((*system, 1), decode, prefill).candidates
         had = [candidate.num_cached_tokens for candidate in again]
         assert (again[0].peer, had) == (first.peer, [512, 0, 0])
+
+
+def test_prefix_aware_unlearns_what_a_prefill_worker_was_not_asked_for() -> None:
+    chosen, decode, prefill = (
+        policy("prefix_aware"), [known("d", "decode")], [known("p", "prefill")],
+    )  # fmt: skip
+    system = tuple(range(512))
+
+    def had(prompt: tuple[int, ...], num_cached: int, by: str) -> int:
+        route = chosen.choose(prompt, decode, prefill)
+        chosen.found(route, num_cached, by)
+        return route.candidates[0].num_cached_tokens
+
+    assert had(system, 0, "d/1") == 0, "computed by the decode worker"
+    assert had(system, 0, "p/1") == 0
+    assert had((*system, *range(900, 964)), 512, "d/1") == 512
+    assert had((*system, *range(900, 964)), 512, "p/1") == 512, "not what was added"
+    assert had((*system, *range(900, 964)), 576, "p/1") == 576
+    assert had(system, 0, "p/1") == 512
+    assert had(system, 0, "p/1") < 512, "it has evicted it"
