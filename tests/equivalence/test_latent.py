@@ -26,9 +26,11 @@ from worker.config.checkpoint.shape import read_model_shape
 from worker.drafts.chain import ChainDrafter
 from worker.drafts.drafter_config import read_chain_shape
 from worker.errors import UserError
+from worker.model import experts
 from worker.model import latent as layer
 from worker.model.kinds import Cut, regions_of
 from worker.start.check import check_kv, kv_token_bytes
+from worker.weights import plain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -224,7 +226,8 @@ MUTANTS = [
     ("v3", f"{LAYER}._expand", "rows, heads)", "rows, slice(0, len(queries[heads])))"),
     ("v3", f"{LAYER}._expand", "start += count", "start += 0"),
     ("v3", f"{LAYER}._of_heads", ":value_dim]", "-value_dim:]"),
-    ("v3", f"{LAYER}._of_heads", "causal_lower_right", "causal_upper_left"),
+    ("v3", f"{LAYER}._of_heads", "self._causal(q.shape[1], len(rows))",
+     "torch.ones(q.shape[1], len(rows), dtype=torch.bool).tril()"),
     ("v3", f"{ROUTE}:route_ref", "scores.gather(1, ids)", "chosen.gather(1, ids)"),
     ("v3", f"{ROUTE}:route_ref", "scores if bias is None else scores + bias", "scores"),
     ("v3", f"{ROUTE}:route_ref", "if shape.num_groups > 1:", "if False:"),
@@ -235,7 +238,8 @@ MUTANTS = [
      "weights"),
     ("glm-flash", f"{ROUTE}:route_ref", "if shape.renormalizes:", "if False:"),
     ("moonlight", f"{EXPERTS}:read_experts", "default=bool(names.shared)", "default=True) or (1"),
-    ("v3", "model.experts:Experts.forward", ".add_(shared)", ""),
+    ("v3", "model.experts:Experts.forward", "out).add_(shared)", "out)"),
+    ("v3", "weights.plain:PlainMatrix.experts", "len(x) <= MAX_BESIDE", "False"),
     ("v2-lite", f"{EXPERTS}:_sparse_layers", "range(first)", "range(0)"),
     ("glm-flash", f"{EXPERTS}:_sparse_layers", '== "sparse"', '!= "sparse"'),
 ]  # fmt: skip
@@ -246,13 +250,11 @@ MUTANTS = [
 def test_a_mutant_is_red(
     case: str, where: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks of seven tokens are expanded, those of one are not."""
+    """Chunks of seven tokens are expanded, and their shared experts are apart; not those of one."""
     path, reference = saved(case)
+    for module in (experts, plain):
+        monkeypatch.setattr(module, "MAX_BESIDE", 4)
     mutate(monkeypatch, where, old, new)
-    if new == "causal_upper_left":
-        from torch.nn.attention.bias import causal_upper_left  # brings the compiler: seconds
-
-        monkeypatch.setattr(layer, new, causal_upper_left, raising=False)
     try:
         errors = [error for error, _ in models.compared(reference, path, (7,))]
     except UserError:
