@@ -183,8 +183,8 @@ def test_a_client_that_asks_is_told_where_its_answer_goes_on(
 MUTANTS: dict[str, tuple[Any, str, str, str, str]] = {
     "grammar not replayed": (Grammars, "matcher", "len(output), 8", "0, 8", "grammar"),
     "seed kept but n's index lost": (
-        Queue, "_send", "sampling=req.sampling",
-        "sampling=__import__('msgspec').structs.replace(req.sampling, "
+        Queue, "_send", "sampling=sampling",
+        "sampling=__import__('msgspec').structs.replace(sampling, "
         "seed=req.sampling.seed if req.dispatch == 1 else 5)", "choices",
     ),
     "stop string's first half lost": (
@@ -201,8 +201,8 @@ MUTANTS: dict[str, tuple[Any, str, str, str, str]] = {
         "num_prompt_tokens=len(req.prompt) + len(req.tokens)", "penalties",
     ),
     "another seed": (
-        Queue, "_send", "sampling=req.sampling",
-        "sampling=__import__('msgspec').structs.replace(req.sampling, "
+        Queue, "_send", "sampling=sampling",
+        "sampling=__import__('msgspec').structs.replace(sampling, "
         "seed=req.sampling.seed + (req.dispatch > 1))", "seeded",
     ),
     "usage counted twice": (

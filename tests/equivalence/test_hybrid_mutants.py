@@ -32,9 +32,9 @@ def rule(path: Path) -> None:
     shape = test_recurrent.SHAPES[1]
     for prompt in (70, 0):
         test_recurrent.test_every_width_and_acceptance_equals_the_recurrence(
-            shape, prompt, test_recurrent.WIDTHS
+            shape, prompt, test_recurrent.WIDTHS, test_recurrent.F32
         )
-    test_recurrent.test_neither_cut_nor_company_changes_a_bit_of_a_prompt(shape)
+    test_recurrent.test_neither_cut_nor_company_changes_a_bit_of_a_prompt(shape, test_recurrent.F32)
 
 
 def oracle(path: Path) -> None:
@@ -67,7 +67,7 @@ def pulled(path: Path) -> None:
 
 def snapped(path: Path) -> None:
     test_recurrent.test_a_snapshot_is_the_state_of_a_prompt_that_ends_there(
-        test_recurrent.SHAPES[1]
+        test_recurrent.SHAPES[1], test_recurrent.F32
     )
     test_recurrent.test_a_fold_that_passes_a_line_of_the_grid_stores_the_state_there(
         test_recurrent.SHAPES[1], 62

@@ -26,8 +26,8 @@ MUTANTS = {
     ),
     "ups are gates": ("weights.stacks:of_stack", "i * apart", "(len(parts) - 1 - i) * apart"),
     "the next expert's rows": (
-        "weights.stacks:OfStack.__getitem__", "self.number : self.number + 1",
-        "self.number - 1 : self.number or None",
+        "weights.stacks:OfStack.__getitem__", "slice(self.number, self.number + 1)",
+        "slice(self.number - 1, self.number or None)",
     ),
 }  # fmt: skip
 

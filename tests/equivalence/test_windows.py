@@ -77,6 +77,8 @@ def plain() -> Plain:
     asked, made = requests(), workers(0, 16, (1,))
     answers = made.serve(asked)
     assert value(made.engines[DECODE].metrics.preemptions) > 5, "pages were not short"
+    ends = zip(asked, (answer.tokens[-1:] for answer in answers), strict=True)
+    assert sum(not {*last}.isdisjoint(ask.sampling.stop_ids) for ask, last in ends) > 2, "no stops"
     made.close()
     return asked, answers
 

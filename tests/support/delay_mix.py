@@ -62,9 +62,9 @@ def kinds() -> list[Sampling]:
         Sampling(14, **drawn, presence_penalty=1.0, repetition_penalty=1.3),
         Sampling(30, temperature=0.0, ignore_eos=True),
         Sampling(17, temperature=1.2, min_p=0.02, min_tokens=8),
-        Sampling(20, **drawn, stop_ids=(223, 350)),
+        Sampling(20, **drawn, stop_ids=(95, 833)),
         Sampling(10, temperature=0.0, frequency_penalty=0.5, logit_bias=((40, 3.0),)),
-        Sampling(24, temperature=0.7, stop_ids=(223, 81)),
+        Sampling(24, temperature=0.7, stop_ids=(601, 81)),
     ]
 
 
