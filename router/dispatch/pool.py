@@ -1,6 +1,7 @@
 """Threads for what may take long, in turn between sources."""
 
 import asyncio
+import os
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 NUM_THREADS, NAME = 4, "kvlane-pool"
-MAX_OWN = 2  # of one source at a time
+MAX_OWN = 2 if len(os.sched_getaffinity(0)) > 2 else 1  # of one source at a time, of few cores one
 
 
 class Rounds:
