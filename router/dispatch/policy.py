@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
 
@@ -111,9 +111,8 @@ class PrefixAware(Policy):
 
         best = min(decode, key=cost)
         pool = sorted(_eligible(best, prefill), key=wait_s)[:MAX_CANDIDATES]
-        route = _route(best, pool, held(best), [int(held(known)) for known in pool])
-        if pool:
-            route = replace(route, fresh=prefixes.fresh(blocks, pool[0].peer))
+        fresh = prefixes.fresh(blocks, pool[0].peer) if pool else ()
+        route = _route(best, pool, held(best), [int(held(known)) for known in pool], fresh)
         for known in (best, *pool[:1]):
             prefixes.sent(blocks, known.peer, known.stats.snapshot_grid)
         return route
@@ -123,7 +122,7 @@ class PrefixAware(Policy):
         for first in route.candidates[:1]:
             if prefilled_by == first.peer:
                 self._prefixes.found(first.peer, first.num_cached_tokens, num_cached)
-            else:
+            elif prefilled_by:
                 self._prefixes.unsent(route.fresh, first.peer)
 
 
@@ -167,9 +166,10 @@ def _route(
     prefill: Sequence[Known],
     num_expected: float = 0.0,
     num_cached: Sequence[int] = (0,) * MAX_CANDIDATES,
+    fresh: Sequence[int] = (),
 ) -> Route:
     candidates = tuple(
         Candidate(known.peer, known.num_queued_tokens, known.stats.prefill_s_per_token, num)
         for known, num in zip(prefill, num_cached, strict=False)
     )
-    return Route(decode.peer, candidates, num_expected)
+    return Route(decode.peer, candidates, num_expected, fresh)
