@@ -53,9 +53,7 @@ class Policy(Protocol):
         ...
 
     def found(self, route: Route, num_cached: int, prefilled_by: PeerId = "") -> None:
-        """A request's decode worker has said how many of the prompt's tokens it had, or whoever
-        prefilled it; "": nobody.
-        """
+        """Of a prompt so many tokens were found; prefilled_by: who computed the rest, if known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,14 +113,15 @@ class Req:
 
     def computed(self) -> None:
         """Its prompt waits nowhere any more."""
-        if self.proposed is not None:
-            self.proposed.computed()
+        if (proposed := self.proposed) is not None:
             self.proposed = None
+            proposed.computed()
 
     def begun(self) -> None:
         """Its decode worker has a row for it, or tokens."""
         self.suspect.has_row = True
-        self.computed()
+        if self.proposed is not None:  # of its first chunk alone
+            self.computed()
 
     @property
     def computes_prompt(self) -> bool:

@@ -1,9 +1,9 @@
 """A directory on a disk of the node, as a store: a file an object, below one folder an owner.
 
 Workers of a node share it, and it outlives them. A thread looks what others have written; what it
-says is a hint: a file that is gone is no object, and one that is wrong fails its checks. How much
-all take is in a ledger, so that they never take more. A file is
-whole when it gets its name, but for a machine that loses power; the checksum is for that.
+says is a hint: a file that is gone is no object, and one that is wrong fails its checks. A ledger
+that all lock has how much they take together, so it never is more than the budget. A file is whole
+when it gets its name, but for a machine that loses power; the checksum is for that.
 """
 
 import contextlib
