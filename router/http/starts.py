@@ -15,7 +15,7 @@ class Starts:
     """Loop only."""
 
     def __init__(self) -> None:
-        self._waiting = Rounds()
+        self._waiting = Rounds[asyncio.Future[None]]()
         self._num = 0  # that have begun in this turn
         self._is_due = False  # the next turn is to come
 
@@ -27,12 +27,16 @@ class Starts:
         if self._num < MAX_STARTS and not self._waiting:
             self._num += 1
         else:
-            await self._waiting.add(source)
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.add(source, turn)
+            await turn
 
     def _next(self) -> None:
         self._num = 0
-        while self._num < MAX_STARTS and self._waiting.next() is not None:
-            self._num += 1
+        while self._num < MAX_STARTS and (waiting := self._waiting.next()) is not None:
+            if not waiting[1].done():  # it was cancelled
+                waiting[1].set_result(None)
+                self._num += 1
         self._is_due = self._num > 0
         if self._is_due:
             asyncio.get_running_loop().call_soon(self._next)
