@@ -10,7 +10,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Generic, TypeVar
 
-Result, Waiting = TypeVar("Result"), TypeVar("Waiting")
+Result = TypeVar("Result")
+Waiting = TypeVar("Waiting")
 NUM_THREADS, NAME = 4, "kvlane-pool"
 MAX_OWN = 2 if len(os.sched_getaffinity(0)) > 2 else 1  # of one source at a time, of few cores one
 
