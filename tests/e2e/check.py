@@ -33,13 +33,16 @@ def check_cluster(base_url: str, num: int = NUM, known: tuple[int, int] = ALL) -
     ]
 
     page_bytes = PAGE_SIZE * 6 * 2 * 2 * 64 * 4  # layers, k and v, kv heads, head_dim, float32
-    check_counts(base_url, num, PAGE_SIZE, page_bytes, before)
+    check_counts(base_url, num, PAGE_SIZE, page_bytes, 0, before)
     check_stages(base_url)
 
 
-def check_counts(base_url: str, num: int, page_size: int, page_bytes: int, before: Samples) -> str:
-    """Of `num` prompts prefill computed or had cached all, decode none; it pulled every page over
-    one transport, which is returned. before: what metrics said before they were asked."""
+def check_counts(
+    base_url: str, num: int, page_size: int, page_bytes: int, request_bytes: int, before: Samples
+) -> str:
+    """Of `num` prompts prefill computed or had cached all, decode none; it pulled every page and
+    what belongs to a request over one transport, which is returned. before: what metrics said
+    before they were asked."""
     after = scrape(base_url)
 
     def grown(name: str, role: str, transport: str = "") -> float:
@@ -56,7 +59,7 @@ def check_counts(base_url: str, num: int, page_size: int, page_bytes: int, befor
     num_pages = sum(math.ceil(len(p) / page_size) for p in prompts) - cached_here / page_size
     (road,) = {road for name, _, road in after if name == "kvlane_kv_pulled_bytes_total"}
     pulled = grown("kvlane_kv_pulled_bytes_total", "decode", road)
-    assert pulled == num_pages * page_bytes
+    assert pulled == num_pages * page_bytes + num * request_bytes
     print(f"prefill computed {computed:.0f} tokens, decode pulled {pulled:.0f} bytes by {road}")
     return road
 

@@ -20,9 +20,10 @@ from tests.support.asking import ask_all
 NUM = 32
 MAX_TOKENS = 100
 PAGE_SIZE = 64
-PAGE_BYTES = PAGE_SIZE * 6 * 2 * 2 * 64 * 4  # layers, k and v, kv heads, head_dim, float32
-MOE = ("--model", "tiny-moe", "--set", "model.served_name=tiny")
-MOE_PAGE_BYTES = PAGE_BYTES * 4 // 6
+LAYER_BYTES = PAGE_SIZE * 2 * 2 * 64 * 4  # of a page: k and v, kv heads, head_dim, float32
+EIGHT_BITS = PAGE_SIZE * 2 * 2 * (64 + 2)  # and an exponent
+STATE_BYTES = 3 * (4 * 32 * 32 + 3 * 256) * 4  # layers; heads, their keys and values, inputs
+HIDDEN_BYTES = 192 * 4  # of a prompt's last token, for a drafter
 READY_TIMEOUT_S = 400.0  # kernels are compiled, by one worker after the other
 COMMON = (
     "--set", "model.dtype=float32",
@@ -57,20 +58,16 @@ def on_the_cpu(directory: Path, *arguments: str) -> Iterator[Answers]:
 
 
 @pytest.fixture(scope="module")
-def cpu_answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
-    yield from on_the_cpu(tmp_path_factory.mktemp("cpu"))
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    yield from on_the_cpu(tmp_path_factory.mktemp("cpu"), *of_model(request.param))
 
 
-@pytest.fixture(scope="module")
-def moe_answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
-    yield from on_the_cpu(tmp_path_factory.mktemp("moe"), *MOE)
-
-
-def check(serve: Serve, wanted: Answers, transport: str, *, replays: bool, page_bytes: int) -> None:
-    """The same answers, all KV pulled over `transport`, nothing held and nothing left after it."""
+def check(serve: Serve, wanted: Answers, case: "Case") -> None:
+    """The same answers, all KV pulled over its road, nothing held and nothing left after it."""
     assert ask(serve) == wanted
-    assert check_counts(serve.url, NUM, PAGE_SIZE, page_bytes, {}) == transport
-    assert (replayed_steps(serve) > 0) == replays
+    pulled = case.page_bytes, case.request_bytes
+    assert check_counts(serve.url, NUM, PAGE_SIZE, *pulled, {}) == case.transport
+    assert (replayed_steps(serve) > 0) == case.replays
     check_stages(serve.url)
     rows = serve.wait_idle()
     assert {row["restarts"] for row in rows.values()} == {0}
@@ -119,15 +116,29 @@ class Case:
     arguments: tuple[str, ...]
     transport: str
     replays: bool = True
-    experts: bool = False
+    model: str = "tiny"
+    page_bytes: int = 6 * LAYER_BYTES
+    request_bytes: int = 0
 
 
 def of_kind(kind: str) -> tuple[str, str]:
     return "--set", f"transport.kind={kind}"
 
 
-def with_experts(experts: str) -> tuple[str, ...]:
-    return *ranks("decode", "prefill"), "--set", f"decode.engine.experts={experts}"
+def of_model(name: str) -> tuple[str, ...]:
+    return "--model", name, "--set", "model.served_name=tiny"
+
+
+def with_experts(experts: str) -> Case:
+    arguments = *ranks("decode", "prefill"), "--set", f"decode.engine.experts={experts}"
+    return Case(2, arguments, "sockets/tcp", model="tiny-moe", page_bytes=4 * LAYER_BYTES)
+
+
+def hybrid(arguments: tuple[str, ...], transport: str, *, replays: bool = True) -> Case:
+    """Its own drafter's windows, state and drafts' KV pulled as well."""
+    arguments = *arguments, "--spec", "mtp"
+    more = STATE_BYTES + HIDDEN_BYTES
+    return Case(2, arguments, transport, replays, "tiny-hybrid", 2 * LAYER_BYTES, more)
 
 
 # On one GPU in shares; on two what `serve` does by itself, or a worker of two ranks with a GPU
@@ -135,30 +146,45 @@ def with_experts(experts: str) -> tuple[str, ...]:
 CASES = {
     "one GPU, sockets": Case(1, (*SHARED, *of_kind("tcp")), "sockets/tcp"),
     "one GPU, nvlink": Case(1, (*SHARED, *of_kind("nvlink")), "mooncake/nvlink"),
-    "experts": Case(1, (*SHARED, *of_kind("nvlink")), "mooncake/nvlink", experts=True),
+    "experts": Case(
+        1, (*SHARED, *of_kind("nvlink")), "mooncake/nvlink", True, "tiny-moe", 4 * LAYER_BYTES
+    ),
     "two GPUs, sockets": Case(2, of_kind("tcp"), "sockets/tcp"),
     "two GPUs, nvlink": Case(2, of_kind("nvlink"), "mooncake/nvlink"),
     "ranks of decode": Case(2, ranks("decode", "prefill"), "sockets/tcp"),
     "ranks of prefill": Case(2, ranks("prefill", "decode"), "sockets/tcp", replays=False),
-    "divided experts": Case(2, with_experts("tensor"), "sockets/tcp", experts=True),
-    "experts by rank": Case(2, with_experts("expert"), "sockets/tcp", experts=True),
-}
+    "divided experts": with_experts("tensor"),
+    "experts by rank": with_experts("expert"),
+    "two GPUs, experts": Case(
+        2, of_kind("nvlink"), "mooncake/nvlink", True, "tiny-moe", 4 * LAYER_BYTES
+    ),
+    "two GPUs, KV in eight bits": Case(
+        2, ("--set", "kv.dtype=float8_e4m3fn", *of_kind("nvlink")), "mooncake/nvlink",
+        page_bytes=6 * EIGHT_BITS,
+    ),
+    "two GPUs, windows": Case(
+        2, ("--spec", "chain", *of_kind("nvlink")), "mooncake/nvlink",
+        page_bytes=7 * LAYER_BYTES, request_bytes=HIDDEN_BYTES,
+    ),
+    "two GPUs, hybrid": hybrid(of_kind("nvlink"), "mooncake/nvlink"),
+    "ranks of a hybrid's decode": hybrid(ranks("decode", "prefill"), "sockets/tcp"),
+    "ranks of a hybrid's prefill": hybrid(ranks("prefill", "decode"), "sockets/tcp", replays=False),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=name, marks=pytest.mark.gpu(case.num_gpus))
-             for name, case in CASES.items()],
+    ("answers", "case"),
+    [pytest.param(case.model, case, id=name, marks=pytest.mark.gpu(case.num_gpus))
+     for name, case in sorted(CASES.items(), key=lambda item: item[1].model)],
+    indirect=["answers"],
 )  # fmt: skip
 def test_a_cluster_answers_as_one_on_the_cpu(
-    case: Case, serve: Serve, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    answers: Answers, case: Case, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = request.getfixturevalue("moe_answers" if case.experts else "cpu_answers")
     if case.num_gpus == 1:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # of `serve`, however many there are
-    model = MOE if case.experts else ()
-    serve.start(*COMMON, *model, *case.arguments).wait_ready(READY_TIMEOUT_S)
-    page_bytes = MOE_PAGE_BYTES if case.experts else PAGE_BYTES
-    check(serve, wanted, case.transport, replays=case.replays, page_bytes=page_bytes)
+    serve.start(*COMMON, *of_model(case.model), *case.arguments).wait_ready(READY_TIMEOUT_S)
+    check(serve, answers, case)
 
 
 @pytest.mark.gpu(1)
