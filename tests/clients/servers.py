@@ -7,7 +7,8 @@ tells. `transformers serve` has no page of metrics: its usage is compared with w
 counts in its texts. Exits with 1 where something is more than 3 % apart. --versus: instead, these
 and kvlane side by side, by `benchmarks.versus`.
 
-llama.cpp closes connections after streams and says so nowhere, so none is used twice.
+llama.cpp closes connections after streams and says so nowhere, so none is used twice. `transformers
+serve` refuses requests with `ignore_eos`, so answers are as long as the model makes them.
 """
 
 import json
@@ -50,9 +51,9 @@ LOADS = {"llama.cpp": ("--source", "synthetic:2048,256", "--num", "6"),
 
 VERSUS = (
     "--tokenizer", str(TINY), "--rounds", "3", "--load",
-    "--endpoint completions --source synthetic:512,64 --concurrency 1 --num 6 --quiet"
+    "--endpoint completions --source problems --concurrency 1 --num 12 --quiet"
     " --header 'Connection: close' --slo ttft=2s,itl=50ms", "--load",
-    "--endpoint completions --source synthetic:128,32 --rate 1 --num 12 --quiet"
+    "--endpoint completions --source problems --rate 1 --num 12 --quiet"
     " --header 'Connection: close' --slo ttft=2s,itl=50ms",
 )  # fmt: skip
 
