@@ -1,16 +1,15 @@
 """Attention of one layer, every backend, over as many layers as a model has, in one graph.
 
     python -m benchmarks.attention --batch 1,8,32,128,256 --context 576 --json out.json
-    python -m benchmarks.attention --prefill 512,2048,8192 --json out.json
+    python -m benchmarks.attention --prefill 8192,32768 --backends triton,prompt_triton,cudnn
 
-Every layer reads KV of its own and pages lie in random order, so the L2 holds next to none of it.
-The floor is the larger of reading the KV, at the read bandwidth of the same run, and of the
-products at the speed of one large product: of prefill that is one whole prompt, causal.
-`--query-len 4` times verify windows, `--window 4096 --context 32768` layers that see 4096 keys of
-more, `--cap 50` scores with a soft cap, `--sinks` heads with a learned sink. `--model
-deepseek-v2-lite --expanded --context 8192 --layers 4` times latents beside keys and values of all
-heads in pages. Plans made on the host stay outside the graph. On a CPU (`--model tiny --backends
-reference`) it checks that everything runs; the times mean nothing.
+Every layer reads KV of its own and pages lie in random order, so the L2 holds little of it. The
+floor is the larger of reading the KV, at the bandwidth of the same run, and of the products at the
+speed of one large product. `--query-len 4` times verify windows, `--window 4096 --context 32768`
+layers that see 4096 keys of more, `--cap 50` scores with a soft cap, `--sinks` heads with a learned
+sink. `--model deepseek-v2-lite --expanded --context 8192 --layers 4` times latents beside all
+heads' keys and values. `prompt_triton` is `triton` without Gluon, `cudnn` torch's by cuDNN. Plans
+of the host stay outside the graph. A CPU's times (`--model tiny --backends reference`) say nothing.
 """
 
 import argparse
@@ -19,7 +18,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.output import ints, parser, shown, write
 from benchmarks.timing import DEVICE, Case, product_speed, read_bandwidth, timed
@@ -55,6 +56,7 @@ MODELS = {
     "qwen3-8b": Shape(36, 32, 8, 128),
     "hybrid-9b": Shape(8, 16, 4, 256),
     "gemma2-9b": Shape(42, 16, 8, 256),
+    "gpt-oss-20b": Shape(24, 64, 8, 64),
     "phi3-mini": Shape(32, 32, 32, 96),
     "tiny": Shape(2, 4, 2, 32),
     "deepseek-v2-lite": Shape(27, 16, 1, 576, 512),
@@ -93,9 +95,8 @@ class Scene:
 
     def flops(self) -> float:
         """Floating-point operations of one pass: two products over all keys that a row may see."""
-        width, window = self.batch.max_query_len, self.window or self.context
-        first = self.context - width + 1  # keys of a request's first row, without a window
-        pairs = sum(min(first + i, window) for i in range(width))  # of each request
+        first = self.context - self.batch.max_query_len + 1  # keys of a request's first row
+        pairs = sum(min(seen, self.window or seen) for seen in range(first, self.context + 1))
         layers, heads, _, head_dim, value_dim = self.shape
         products = 2.0 * (head_dim + (value_dim or head_dim))
         return products * self.batch.num_reqs * layers * heads * pairs
@@ -105,25 +106,24 @@ def scene_of(
     options: argparse.Namespace, shape: Shape, num_reqs: int, context: int, width: int
 ) -> Scene:
     """Requests of `context` tokens, the last `width` new, on random pages of a pool for them."""
-    device = torch.device(DEVICE)
-    shape = shape._replace(layers=options.layers or shape.layers)
     dtype = getattr(torch, options.dtype)
+    shape = shape._replace(layers=options.layers or shape.layers)
     pages = -(-context // options.page_size)
     kv_dtype = options.kv_dtype or options.dtype
     sizes = shape.layers, shape.kv_heads, shape.head_dim, 1, options.page_size
     region = KVRegion("target", *sizes, kv_dtype, 1 if shape.value_dim else 2)
-    pool = KVPool(KVLayout((region,)), num_reqs * pages + 1, device)
+    pool = KVPool(KVLayout((region,)), num_reqs * pages + 1, torch.device(DEVICE))
     torch.manual_seed(0)
     for cache in pool.caches():
         fill_noise(cache)
-    order = (torch.randperm(num_reqs * pages) + 1).int().view(num_reqs, pages).to(device)
+    order = (torch.randperm(num_reqs * pages) + 1).int().view(num_reqs, pages).to(DEVICE)
     num_tokens = num_reqs * width
-    starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * width
-    ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    lengths = torch.tensor([context] * num_reqs, dtype=torch.int32, device=device)
+    starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=DEVICE) * width
+    ids = torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
+    lengths = torch.tensor([context] * num_reqs, dtype=torch.int32, device=DEVICE)
     host = HostLengths([width] * num_reqs, [context] * num_reqs)
     batch = Batch(ids, ids, ids, starts, lengths, order, num_reqs, num_tokens, width, context, host)
-    q = torch.randn(num_tokens, shape.heads, shape.head_dim, device=device).to(dtype)
+    q = torch.randn(num_tokens, shape.heads, shape.head_dim, device=DEVICE).to(dtype)
     sinks = [q.new_ones(shape.heads).normal_() for _ in range(shape.layers * options.sinks)]
     return Scene(shape, pool, batch, q, context, options.window, options.cap, sinks)
 
@@ -135,8 +135,10 @@ def backend_pass(scene: Scene, name: str) -> Pass:
     more |= {"kind": shape.kind, "value_dim": shape.value_dim}
     dtype, mask = str(scene.q.dtype).removeprefix("torch."), KeyMask(window=scene.window or None)
     seen = AttentionShape(*shape[1:4], shape.head_dim**-0.5, mask, dtype=dtype, **more)
-    made: Any = resolve("attention backend", name, BACKENDS[shape.kind])
+    made: Any = resolve("attention backend", name.removeprefix("prompt_"), BACKENDS[shape.kind])
     attention = made(scene.pool, seen, scene.sinks)
+    if name == "prompt_triton":
+        attention.prompt_kernel = None
     planned = None if attention.static_plan else attention.plan(batch)
 
     def run() -> Tensor:
@@ -148,37 +150,55 @@ def backend_pass(scene: Scene, name: str) -> Pass:
     return run
 
 
+def cudnn_pass(scene: Scene) -> Pass:
+    """cuDNN's, on a CPU torch's own, over dense copies of keys and values."""
+    table, width = scene.batch.page_table, scene.batch.max_query_len
+    if width < scene.context or scene.window or scene.cap or scene.sinks or scene.shape.value_dim:
+        raise Unsupported("is timed with whole prompts, causal alone")
+    q = scene.q.unflatten(0, (-1, width)).transpose(1, 2)
+    paged = [[part[table] for part in parts] for parts in scene.pool.layers()]
+    dense = [[x.transpose(1, 2).flatten(2, 3)[:, :, :width] for x in parts] for parts in paged]
+
+    def run() -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if DEVICE == "cuda" else SDPBackend.MATH):
+            for k, v in dense:
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return run
+
+
 def measure(scene: Scene, name: str, floor_us: float, options: argparse.Namespace) -> list[Any]:
     """A row for each backend, and how far it is from the reference."""
     expected = backend_pass(scene, "reference")().float()
     ways: dict[str, Pass] = {}
-    for backend in options.backends.split(","):
+    for way in options.backends.split(","):
         try:
-            ways[backend] = backend_pass(scene, backend)
+            ways[way] = cudnn_pass(scene) if way == "cudnn" else backend_pass(scene, way)
         except Unsupported as refusal:
-            print(f"{backend}: {refusal}")
+            print(f"{way}: {refusal}")
     errors = {way: float((run().float() - expected).abs().max()) for way, run in ways.items()}
-    print(f"{name}: largest errors", ", ".join(f"{way} {of:.1e}" for way, of in errors.items()))
     rows = timed(Case(name, ways, scene.shape.layers, floor_us), options)
-    return [row | {"max_error": errors[row["way"]]} for row in rows]
+    for row in rows:
+        tflops = scene.flops() / scene.shape.layers / row["median_us"] / 1e6
+        row |= {"max_error": errors[row["way"]], "tflops": tflops}
+        print(f"    {row['way']}: {tflops:.0f} TFLOP/s, largest error {row['max_error']:.1e}")
+    return rows
 
 
-def measure_latents(options: argparse.Namespace, case: tuple[int, int, int]) -> list[Any]:
+def measure_latents(options: argparse.Namespace, name: str, case: tuple[int, ...]) -> list[Any]:
     """A row for latents in pages and one for keys and values of all heads, which take turns."""
     shapes = {"latents": MODELS[options.model], "expanded": EXPANDED[options.model]}
     scenes = {way: scene_of(options, shape, *case) for way, shape in shapes.items()}
     backend = options.backends.split(",")[0]
     ways = {way: backend_pass(scene, backend) for way, scene in scenes.items()}
-    name = "batch {}, context {}, rows {}".format(*case)
     rows = timed(Case(name, ways, scenes["latents"].shape.layers), options)
-    took = {row["way"]: row["median_us"] for row in rows}
     for row, scene in zip(rows, scenes.values(), strict=True):
         row["num_bytes"] = scene.kv_bytes() // scene.shape.layers
-        print(f"    {row['way']}: {row['num_bytes'] / took[row['way']] / 1e3:.0f} GB/s")
+        print(f"    {row['way']}: {row['num_bytes'] / row['median_us'] / 1e3:.0f} GB/s")
         scene.pool.close()
-    bytes_ratio = rows[0]["num_bytes"] / rows[1]["num_bytes"]
-    ratio = took["latents"] / took["expanded"]
-    print(f"    latents / expanded: {ratio:.3f} of the time, {bytes_ratio:.3f} of the bytes")
+    time, size = (rows[0][of] / rows[1][of] for of in ("median_us", "num_bytes"))
+    print(f"    latents / expanded: {time:.3f} of the time, {size:.3f} of the bytes")
     return rows
 
 
@@ -206,15 +226,14 @@ def main() -> None:
     cases = [(num, options.context, options.query_len) for num in options.batch]
     cases = [(1, num, num) for num in options.prefill] or cases
     for case in sorted(cases, reverse=True):
-        if options.expanded:
-            rows += measure_latents(options, case)
-            write(options.json, {"options": shown(options), "rows": rows})
-            continue
-        scene = scene_of(options, MODELS[options.model], *case)
-        floor_us = 1e6 * max(scene.kv_bytes() / bandwidth, scene.flops() / speed)
         name = "batch {}, context {}, rows {}".format(*case)
-        rows += measure(scene, name, floor_us / scene.shape.layers, options)
-        scene.pool.close()
+        if options.expanded:
+            rows += measure_latents(options, name, case)
+        else:
+            scene = scene_of(options, MODELS[options.model], *case)
+            floor_us = 1e6 * max(scene.kv_bytes() / bandwidth, scene.flops() / speed)
+            rows += measure(scene, name, floor_us / scene.shape.layers, options)
+            scene.pool.close()
         write(options.json, {"options": shown(options), "rows": rows})
 
 

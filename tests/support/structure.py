@@ -147,7 +147,9 @@ def imported(
 def is_of_kernel(path: Path, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether it is a kernel, or what defines or launches one."""
     apart = (
-        "kernels" in path.parts or path.stem.endswith("_triton") or path.stem.startswith("peer_")
+        "kernels" in path.parts
+        or path.stem.endswith(("_triton", "_gluon"))
+        or path.stem.startswith("peer_")
     )
     return apart or function.name.endswith("_ref")
 

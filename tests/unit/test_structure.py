@@ -60,7 +60,7 @@ ROOT_FILES = 13  # of worker, __init__ among them
 
 # What grows unseen if nothing caps it; `tests.support.structure` prints the figures.
 MAX = {
-    "worker": 38_030,
+    "worker": 38_440,
     "router": 16_730,
     "cluster": 7_650,
     "product": 62_390,

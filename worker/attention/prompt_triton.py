@@ -9,9 +9,9 @@ without a key that it sees leaves its sums as they are. So its bits depend neith
 prompt is cut into chunks, nor on the other rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,16 @@ from worker.attention.eight_bits_triton import exponents_at, power_of
 from worker.attention.paged_plan_triton import FIELDS, PagedPlan, bound_of, item_at, plan_items
 from worker.attention.paged_tiles import PagedTiles
 from worker.attention.paged_triton import capped, scale_of, sink_of, zero_padding
-from worker.config.checkpoint.mask import KEY_BLOCK
+from worker.config.checkpoint.mask import CAUSAL, KEY_BLOCK
 from worker.forward.batch import Bounds
-from worker.ops.jit import INTERPRETED, has_dependent_launch, power_of_two, tl, triton
+from worker.ops.jit import (
+    INTERPRETED,
+    has_dependent_launch,
+    is_hopper,
+    power_of_two,
+    tl,
+    triton,
+)
 
 BLOCK_M = 128
 UNIT = KEY_BLOCK  # gathered rows of a request are a multiple of it
@@ -179,16 +186,24 @@ def _prompt_kernel(
     zero_padding(out, num_computed, num_tokens, program, num_programs, HEADS, HEAD_DIM, BLOCK_D)
 
 
+class PromptKernel(NamedTuple):
+    """What computes chunks over gathered keys: this file's, or prompt_gluon's where that serves."""
+
+    describe: Callable[[Tensor], Any]  # [rows, width] of keys or values, as it loads them
+    launch: Callable[[Tensor, Tensor, "PromptPlan", Tensor | None], None]  # q, out, plan, sinks
+
+
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
     """The plan of one pass, for all layers, which overwrite each other's gathered keys."""
 
+    kernel: PromptKernel
     paged: PagedPlan  # tiles of tokens, as if query heads were kv heads
     query_start: Tensor | None  # [num_reqs + 1] i32, with a window; else None
     seq_lens: Tensor  # [num_reqs] i32
     first_rows: Tensor  # [num_reqs] i32, in `gathered`
     gathered: Tensor  # [2, kv_heads, rows, power_of_two(head_dim)]: keys, values
-    keys: Any  # TensorDescriptor of [kv_heads * rows, power_of_two(head_dim)]
+    keys: Any  # described: [kv_heads * rows, power_of_two(head_dim)]
     values: Any
     max_seq_len: int  # host bound
 
@@ -210,6 +225,15 @@ def _has_room(x: Tensor) -> bool:
     return device.shared_memory_per_multiprocessor >= SHARED_BYTES
 
 
+def hopper_serves(k_cache: Tensor, shape: AttentionShape) -> bool:
+    """Whether prompt_gluon's kernel runs for such layers, of those that `serves` is true for.
+
+    Windows stay with this file's: a tile of a short one is done before the other's loads pay.
+    """
+    known = shape.head_dim in (64, 128) and not shape.cap and shape.mask == CAUSAL
+    return known and not INTERPRETED and is_hopper(k_cache)
+
+
 def num_rows(seq_lens: Sequence[int]) -> int:
     """Rows of gathered keys that requests of such lengths take."""
     return sum(-(-length // UNIT) * UNIT for length in seq_lens)
@@ -222,13 +246,13 @@ def plan_prompts(
     bounds: Bounds,
     shape: AttentionShape,
     gathered: Tensor,
+    kernel: PromptKernel | None = None,
 ) -> PromptPlan:
-    """Plan a batch of these bounds.
+    """Plan a batch of these bounds for a kernel; None: this file's.
 
     gathered: [2, kv_heads, rows, power_of_two(head_dim)], at least `num_rows` of the lengths.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor  # absent where Triton is
-
+    kernel = kernel or KERNEL
     _, num_tokens, max_query_len, max_seq_len = bounds
     wide = gathered.shape[3]
     max_tiles, block_n = -(-max_query_len // BLOCK_M), BLOCKS_N[wide]
@@ -242,21 +266,20 @@ def plan_prompts(
     paged = plan_items(query_start, seq_lens, page_table, tiles, by_head, NO_PAGE)
     units = torch.div(seq_lens + UNIT - 1, UNIT, rounding_mode="floor") * UNIT
     first_rows = (units.cumsum(0) - units).to(torch.int32)
-    keys, values = (
-        TensorDescriptor(rows, list(rows.shape), [wide, 1], [block_n, wide])
-        for rows in gathered.flatten(1, 2)
-    )
+    keys, values = map(kernel.describe, gathered.flatten(1, 2))
     starts = None if shape.mask.window is None else query_start
-    return PromptPlan(paged, starts, seq_lens, first_rows, gathered, keys, values, max_seq_len)
+    return PromptPlan(
+        kernel, paged, starts, seq_lens, first_rows, gathered, keys, values, max_seq_len
+    )
 
 
 def prompt_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: PromptPlan, out: Tensor, sinks: Tensor | None
 ) -> Tensor:
     """As paged_attention, for a plan by plan_prompts."""
-    num_tokens, num_heads, head_dim = q.shape
+    _, num_heads, head_dim = q.shape
     _, kv_heads, page_size, _ = k_cache.shape
-    tiles, page_table, shape = plan.paged.tiles, plan.paged.page_table, plan.paged.shape
+    page_table, shape = plan.paged.page_table, plan.paged.shape
     assert num_heads == shape.num_heads
     assert q.stride()[1:] == (head_dim, 1)
     assert k_cache.stride() == v_cache.stride()
@@ -272,13 +295,29 @@ def prompt_attention(
         plan.query_start, page_table.stride(0), k_cache.stride(0), k_cache.stride(1),
         keys.stride(0), **constants,
     )  # fmt: skip
+    plan.kernel.launch(q, out, plan, sinks)
+    return out
+
+
+def _describe(rows: Tensor) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor  # absent where Triton is
+
+    wide = rows.shape[1]
+    return TensorDescriptor(rows, list(rows.shape), [wide, 1], [BLOCKS_N[wide], wide])
+
+
+def _launch(q: Tensor, out: Tensor, plan: PromptPlan, sinks: Tensor | None) -> None:
+    tiles, shape = plan.paged.tiles, plan.paged.shape
+    _, kv_heads, num_rows, _ = plan.gathered.shape
     options: dict[str, Any] = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     _prompt_kernel[(tiles.programs,)](
         q, out, plan.keys, plan.values, plan.paged.items, plan.paged.counts, plan.first_rows,
-        sinks, num_tokens, keys.shape[1], q.stride(0), scale_of(shape),
+        sinks, len(q), num_rows, q.stride(0), scale_of(shape),
         **prompt_constants(replace(shape, num_kv_heads=kv_heads)), **options,
     )  # fmt: skip
-    return out
+
+
+KERNEL = PromptKernel(_describe, _launch)
 
 
 def prompt_constants(shape: AttentionShape) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -13,7 +14,9 @@ from worker.attention.paged_plan_triton import PagedPlan, plan_items
 from worker.attention.paged_tiles import MAX_BLOCK, PagedTiles, choose
 from worker.attention.paged_triton import constants_of, options_of, paged_attention
 from worker.attention.prompt_triton import (
+    PromptKernel,
     PromptPlan,
+    hopper_serves,
     num_rows,
     plan_prompts,
     prompt_attention,
@@ -58,7 +61,10 @@ class TritonAttention(PoolAttention):
             raise Unsupported("attention backend: triton is not installed")
         super().__init__(pool, shape, sinks)
         is_plain = replace(shape.mask, window=None) == CAUSAL
-        self._has_prompts = is_plain and serves(self._layers[0][0], self.dtype)
+        keys = self._layers[0][0]
+        self._has_prompts = is_plain and serves(keys, self.dtype)
+        wanted = self._has_prompts and hopper_serves(keys, shape)
+        self.prompt_kernel = _hopper_kernel() if wanted else None  # None: prompt_triton's
         self._gathered: Tensor | None = None  # keys and values of a batch of long chunks
         self._max_gathered = self.MAX_GATHERED  # less once there was no memory for more
         self._num_sms = num_sms(pool.device)
@@ -69,7 +75,7 @@ class TritonAttention(PoolAttention):
         if batch.host is not None and self._is_long(bounds):
             room = self._room(num_rows(batch.host.seq_lens), batch.seq_lens.device)
             if room is not None:
-                return plan_prompts(*lengths, bounds, self.shape, room)
+                return plan_prompts(*lengths, bounds, self.shape, room, self.prompt_kernel)
         return plan_items(*lengths, self._tiles(bounds), self.shape, self.region.page_size)
 
     def variant(self, bounds: Bounds) -> Hashable:
@@ -120,3 +126,14 @@ class TritonAttention(PoolAttention):
             return prompt_attention(q, keys, values, plan, out, self.sinks[layer_id])
         assert isinstance(plan, PagedPlan), "the plan must be this backend's own"
         return paged_attention(q, keys, values, plan, out, self.sinks[layer_id])
+
+
+@cache
+def _hopper_kernel() -> PromptKernel | None:
+    """prompt_gluon's, or None, which is told, where Triton has no Gluon that it knows."""
+    try:
+        from worker.attention.prompt_gluon import KERNEL
+    except (ImportError, AttributeError, TypeError) as missing:
+        log.warning("Triton's Gluon is not as expected: long prompts are slower (%s)", missing)
+        return None
+    return KERNEL

@@ -80,6 +80,11 @@ def has_dependent_launch(x: Tensor) -> bool:
     return x.is_cuda and _capability(x.device)[0] >= 9
 
 
+def is_hopper(x: Tensor) -> bool:
+    """Whether the device of `x` has the instructions that Hopper alone has."""
+    return x.is_cuda and _capability(x.device) == (9, 0)
+
+
 def aligned(n: int) -> int:
     """The smallest multiple of 4 that is not below n: the stride of columns of n values.
 
