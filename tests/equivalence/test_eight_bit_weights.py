@@ -68,7 +68,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
          "num_key_value_heads": 4, "first_k_dense_replace": 1, "q_lora_rank": 128,
          "kv_lora_rank": 176, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64,
          "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
-         "n_group": 2, "topk_group": 1},
+         "n_group": 2, "topk_group": 1, "n_shared_experts": 2},
+    ),
+    "shared": (  # in one stack with the others
+        "Qwen3Next",
+        {**models.DELTA, "hidden_size": 192, "intermediate_size": 256, "head_dim": 64,
+         "linear_num_value_heads": 4, "linear_value_head_dim": 64, "num_experts": 4,
+         "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+         "shared_expert_intermediate_size": 128},
     ),
     "gated": (  # a gate in q_proj, delta nets
         "Qwen3Next",
@@ -217,14 +224,15 @@ def stepped(model: Decoder) -> list[torch.Tensor]:
     return [*logits, taps.rows(sum(map(len, models.PROMPTS))).clone()]
 
 
+@pytest.mark.parametrize(("kind", "way"), [("qwen3", "add_norm"), ("shared", "add_norm_both")])
 def test_a_norm_that_quantises_leaves_what_one_leaves_that_does_not(
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = models.load(saved(), eight=True)
-    assert model.layers[0].post_norm._add_norm is EightBitMatrix.add_norm
+    model = models.load(saved(kind), eight=True)
+    assert model.layers[0].post_norm._add_norm is getattr(EightBitMatrix, way)
     found = stepped(model)
-    monkeypatch.setattr(EightBitMatrix, "add_norm", None)
-    assert all(map(torch.equal, found, stepped(models.load(saved(), eight=True))))
+    monkeypatch.setattr(EightBitMatrix, way, None)
+    assert all(map(torch.equal, found, stepped(models.load(saved(kind), eight=True))))
 
 
 @pytest.mark.whole  # of other models: test_dense_laws.py

@@ -37,6 +37,7 @@ def test_logits_and_greedy_ids_equal_transformers(case: str, tmp_path: Path) -> 
         *in_whole(
             *(("qwen3-next-moe", "expert"), ("qwen3-next-moe", "tensor")),
             *(("mixtral", "expert"), ("mixtral", "tensor")),
+            *(("qwen3.5-moe-joined", "expert"), ("qwen3.5-moe-joined", "tensor")),
         ),
     ],
 )
@@ -129,24 +130,55 @@ def shifted(x, gate, *rest):
     return routing.route_ref(x, gate.roll(1, 0), *rest)
 
 
+def without_gate(x, gate, slots, sink, shape, *rest):
+    return routing.route_ref(x, gate[: shape.num_experts], slots, sink, shape, *rest)
+
+
+def without_shared(x, gate, slots, sink, shape, *rest):
+    routes = routing.route_ref(x, gate, slots, sink, shape, *rest)
+    routes.weights[:, shape.top_k :] = 0
+    return routes
+
+
 MUTANTS: dict[str, Any] = {
     "weights are not renormalised": wrong_weights(renormalizes=False),
     "one expert less": wrong_weights(top_k=2),
     "the least likely ones": by_low_score,
     "the map is off by one expert": shifted,
+    "a shared expert has no gate": without_gate,
+    "a shared expert has no tokens": without_shared,
 }
 
 
 @pytest.mark.parametrize("mutant", one_in(4, sorted(MUTANTS)))
 def test_a_wrong_route_is_seen(mutant: str, tmp_path: Path) -> None:
-    reference = save_random(tmp_path, *EXPERTS["qwen3-moe"])
+    case = JOINED if "shared" in mutant else "qwen3-moe"
+    reference = save_random(tmp_path, *EXPERTS[case])
     with mock.patch.object(layer, "route", MUTANTS[mutant]), pytest.raises(AssertionError):
         assert_same(reference, tmp_path, chunks=(64,))
 
 
+JOINED = "qwen3.5-moe-joined"
+
+
+def test_a_shared_expert_joins_the_others_where_it_is_as_they_are(tmp_path: Path) -> None:
+    for case, division, size, joined in (
+        (JOINED, "auto", 1, 1), (JOINED, "tensor", 2, 1), (JOINED, "expert", 2, 0),
+        ("qwen3.5-moe", "auto", 1, 0), ("qwen3-moe", "auto", 1, 0),
+    ):  # fmt: skip
+        path, group = tmp_path / case, SingleCollective()
+        group.size = size
+        if not path.exists():
+            save_random(path, *EXPERTS[case])
+        found = load(path, group, division).experts[0]
+        assert (found.held.shared, found.shared is None) == (joined, joined or case == "qwen3-moe")
+        assert len(found.gate) == 8 + joined
+
+
+@pytest.mark.parametrize("case", ["qwen3-next-moe", JOINED])
 @pytest.mark.parametrize("part", one_in(4, ["shared", "gate", "up and gate", "down"]))
-def test_a_wrong_part_is_seen(part: str, tmp_path: Path) -> None:
-    reference = save_random(tmp_path, *EXPERTS["qwen3-next-moe"])
+def test_a_wrong_part_is_seen(part: str, case: str, tmp_path: Path) -> None:
+    reference = save_random(tmp_path, *EXPERTS[case])
     file = tmp_path / "model.safetensors"
     weights, changed = load_file(file), dict[str, torch.Tensor]()
     names = {

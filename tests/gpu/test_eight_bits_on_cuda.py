@@ -196,7 +196,13 @@ def test_experts_are_the_definition_s_and_rows_the_same_in_any_batch(count: int)
 
 @pytest.mark.parametrize(
     ("kind", "form"),
-    [("qwen3", "fp8"), ("phi3", "channel"), ("experts", "fp8"), ("gated", "block")],
+    [
+        ("qwen3", "fp8"),
+        ("phi3", "channel"),
+        ("experts", "fp8"),
+        ("gated", "block"),
+        ("shared", "fp8"),
+    ],
 )
 def test_a_model_in_eight_bits_says_the_same_whatever_serves_it(kind: str, form: str) -> None:
     """Through graphs, which a start compares with eager steps bit for bit."""

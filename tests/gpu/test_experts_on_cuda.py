@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu(1)
 SIZE, SHAPE = 2048, ExpertShape(128, 8, 768, renormalizes=True)
 WIDE = ExpertShape(512, 10, 128, renormalizes=True)
 WHOLE = ExpertShape(64, 6, 128, renormalizes=False)  # of all scores
-ALL = Held(0, SHAPE.num_experts)
+ALL, JOINED = Held(0, SHAPE.num_experts), Held(0, SHAPE.num_experts, 1)
 COUNTS = [1, 2, 7, 16, 17, 64, 65, 128, 200, 256, 500, 1024, 2048]
 
 
@@ -26,7 +26,7 @@ def weights() -> tuple[Tensor, Tensor, Tensor]:
     def noise(*sizes: int) -> Tensor:
         return torch.randn(sizes, device="cuda", dtype=torch.bfloat16) * sizes[-1] ** -0.5
 
-    e, i = SHAPE.num_experts, SHAPE.width
+    e, i = JOINED.total, SHAPE.width
     return noise(e, SIZE), noise(e, 2 * i, SIZE), noise(e, SIZE, i)
 
 
@@ -39,13 +39,14 @@ def tokens(count: int) -> Tensor:
     return torch.randn(count, SIZE, device="cuda", generator=generator).bfloat16()
 
 
-def test_a_row_is_the_same_alone_in_any_batch_order_and_padding(weights) -> None:
-    gate, up, down = weights
+@pytest.mark.parametrize("held", [ALL, JOINED], ids=["alone", "shared"])
+def test_a_row_is_the_same_alone_in_any_batch_order_and_padding(weights, held: Held) -> None:
+    gate, up, down = (stack[: held.total] for stack in weights)
     x = tokens(max(COUNTS))
 
     def computed(x: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        routes = route(x, gate, slots, 64, SHAPE, ALL, load(ALL))
-        return expert_products(x, routes, up, down, ALL), routes.ids, routes.weights
+        routes = route(x, gate, slots, 64, SHAPE, held, load(held))
+        return expert_products(x, routes, up, down, held), routes.ids, routes.weights
 
     wanted = computed(x)
     for count in COUNTS:
@@ -65,19 +66,20 @@ def test_a_row_is_the_same_alone_in_any_batch_order_and_padding(weights) -> None
 
 @pytest.mark.parametrize("shape", [SHAPE, WIDE, WHOLE], ids=["128", "512", "64"])
 @pytest.mark.parametrize("count", COUNTS)
-def test_routes_are_the_reference_s(shape: ExpertShape, count: int) -> None:
-    x = tokens(count)
-    gate = torch.randn(shape.num_experts, SIZE, device="cuda").bfloat16() * SIZE**-0.5
-    held = Held(shape.num_experts // 4, shape.num_experts // 2)
+@pytest.mark.parametrize("shared", [0, 1])
+def test_routes_are_the_reference_s(shape: ExpertShape, count: int, shared: int) -> None:
+    x, num = tokens(count), shape.num_experts
+    gate = torch.randn(num + shared, SIZE, device="cuda").bfloat16() * SIZE**-0.5
+    held = Held(0, num, 1) if shared else Held(num // 4, num // 2)
     slots = torch.arange(count, device="cuda") % 50 + 10
     got, wanted = (f(x, gate, slots, 20, shape, held, load(held)) for f in (route, route_ref))
     differ = (got.ids != wanted.ids).any(-1)
     assert differ.float().mean() < 0.02  # two of nearly one score: cuBLAS adds in another order
     torch.testing.assert_close(got.weights[~differ], wanted.weights[~differ], atol=2e-5, rtol=1e-4)
-    assert (got.ids[slots < 20] == shape.num_experts).all()
+    assert (got.ids[slots < 20] == num + shared).all()
     local = got.ids.flatten() - held.first
-    local = torch.where((local >= 0) & (local < held.count), local, held.count)
-    starts = torch.bincount(local, minlength=held.count + 1).cumsum(0)[: held.count]
+    local = torch.where((local >= 0) & (local < held.total), local, held.total)
+    starts = torch.bincount(local, minlength=held.total + 1).cumsum(0)[: held.total]
     assert got.starts[0] == 0
     assert torch.equal(got.starts[1:].long(), starts)
     last = int(starts[-1])
@@ -88,9 +90,9 @@ def test_routes_are_the_reference_s(shape: ExpertShape, count: int) -> None:
 def test_products_are_the_reference_s(weights, count: int) -> None:
     gate, up, down = weights
     x = tokens(count)
-    for held in (ALL, Held(32, 48)):
-        part = slice(held.first, held.first + held.count)
-        routes = route(x, gate, None, 0, SHAPE, held, load(held))
+    for held in (ALL, JOINED, Held(32, 48)):
+        part = slice(held.first, held.first + held.total)
+        routes = route(x, gate[: SHAPE.num_experts + held.shared], None, 0, SHAPE, held, load(held))
         operands = up[part].contiguous(), down[part].contiguous(), held
         got, wanted = (f(x, routes, *operands) for f in (expert_products, expert_products_ref))
         norm = wanted.float().norm(dim=-1).clamp_min(1e-3)

@@ -21,6 +21,10 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("Mixtral", {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3.5-moe": ("Qwen3_5Moe", {**DELTA, **SPARSE, "shared_expert_intermediate_size": 64}),
+    # Whose shared expert lies in one stack with all others.
+    "qwen3.5-moe-joined": (
+        "Qwen3_5Moe", {**DELTA, **SPARSE, "shared_expert_intermediate_size": 32},
+    ),
     "qwen3-next-moe": (
         "Qwen3Next",
         {

@@ -190,7 +190,7 @@ else:
             yield
 
     Case = tuple[
-        int, tuple[int, int, tuple[int, int]], tuple[int, int], torch.dtype, bool, str
+        int, tuple[int, int, tuple[int, ...]], tuple[int, int], torch.dtype, bool, str
     ]  # fmt: skip
 
     def check(
@@ -202,24 +202,26 @@ else:
     ) -> None:
         """Kernels of these modules against the definitions; some tokens are padding, all NaN.
 
-        alike: how far tokens differ from the first; little: all have its experts.
+        alike: how far tokens differ from the first; little: all have its experts. A shared expert
+        has a gate where weights are renormalised.
         """
-        num_tokens, (num_experts, top_k, first_and_count), sizes, dtype, renormalizes, name = case
-        (size, width), held = sizes, Held(*first_and_count)
+        num_tokens, (num_experts, top_k, of_rank), sizes, dtype, renormalizes, name = case
+        (size, width), held = sizes, Held(*of_rank)
+        num_gates = num_experts + (held.shared and renormalizes)
         shape = ExpertShape(num_experts, top_k, width, renormalizes)._replace(**CHOICES[name])
         bias, finish = (), PLAIN_FINISH
         if shape.is_biased:  # some are below all scores
             bias = (noise(num_experts),)
         if shape.has_biases:
             bias = (8 * noise(num_experts),)
-            biases = (noise(held.count, n, dtype=dtype, seed=3) for n in (2 * width, size))
+            biases = (noise(held.total, n, dtype=dtype, seed=3) for n in (2 * width, size))
             finish = Finish(*biases, gain=1.702, plus=1.0, limit=1.0)
-        x, gate = 8 * noise(num_tokens, size, dtype=dtype), noise(num_experts, size, dtype=dtype)
+        x, gate = 8 * noise(num_tokens, size, dtype=dtype), noise(num_gates, size, dtype=dtype)
         x = x[:1] + alike * (x - x[:1])
         slots = torch.arange(num_tokens) + SINK
         slots[num_tokens // 2 : num_tokens // 2 + num_tokens // 4] = 3
-        up = noise(held.count, 2 * width, size, dtype=dtype, seed=1)
-        down = noise(held.count, size, width, dtype=dtype, seed=2)
+        up = noise(held.total, 2 * width, size, dtype=dtype, seed=1)
+        down = noise(held.total, size, width, dtype=dtype, seed=2)
         padded = torch.where((slots < SINK)[:, None], float("nan"), x.float()).to(dtype)
         loads = [new_load(held, CPU) for _ in range(2)]
         for _ in range(2):
@@ -260,7 +262,7 @@ else:
 
     @pytest.mark.product(
         num_tokens=(1, 5, 70, *pairwise.more(2, 17)),
-        experts=((8, 2, (0, 8)), (6, 3, (2, 3)), (16, 4, (4, 8))),
+        experts=((8, 2, (0, 8)), (6, 3, (2, 3)), (16, 4, (4, 8)), (6, 3, (0, 6, 1))),
         sizes=((64, 32), (72, 48), (300, 32)),
         dtype=tuple(BOUNDS),
         renormalizes=(True, False),
@@ -336,6 +338,17 @@ else:
             product_triton, "tl.static_range(TOP_K, TOP_K + SHARED)",
             "tl.static_range(TOP_K, TOP_K + SHARED - (SHARED > 0))",
         ),
+        "a shared expert has no gate": (
+            route_triton, "tl.sigmoid(of_shared) if HAS_GATE", "of_shared if HAS_GATE",
+        ),
+        "padding has the shared expert": (
+            route_triton, "ids + last, tl.where(live,", "ids + last, tl.where(real,",
+        ),
+        "rows of a shared expert are the first": (route_triton, "order + all_rows +", "order +"),
+        "shared experts are counted": (
+            route_triton, "met + tl.where(row > begins, 1, 0), mask=expert < count",
+            "met + tl.where(row > begins, 1, 0)",
+        ),
         "the router has no bias": (route_triton, "if bias is not None:", "if False:"),
     }  # fmt: skip
 
@@ -358,12 +371,15 @@ else:
         made = otherwise(module, right, wrong, file)
         changed: dict[str, Any] = {"routes" if module is route_triton else "products": made}
         case = 40, (6, 3, (2, 3)), (300, 32), torch.float32, True  # of a part of K, too
+        with_shared = (6, 3, (0, 6, 1)), *case[2:], "plain"
 
         def check_all() -> None:
             for choice in CHOICES:
                 check((*case, choice), **changed)
             check(ONE_HAS_ALL, **changed, alike=0.01)
             check((5, *case[1:], "plain"), **changed)
+            for num_tokens in (3, 40):
+                check((num_tokens, *with_shared), **changed)
             check(MORE_THAN_A_TAIL, **changed, alike=0.01, eight_bits=False)
 
         with pytest.raises((AssertionError, IndexError, ValueError)):

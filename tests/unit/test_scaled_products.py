@@ -19,6 +19,7 @@ from worker.ops.scaled_library import agrees
 from worker.ops.scaled_triton import (
     ScaledTile,
     _scaled_gemm_kernel,
+    add_rms_norm_both_triton,
     add_rms_norm_eight_triton,
     eight_bits_triton,
     scaled_gemm,
@@ -190,6 +191,10 @@ else:
         normed, wanted = add_rms_norm_triton(x, residual, weight, 1e-6)
         assert_same_rows(found, eight_bits_triton(normed))
         assert torch.equal(total, wanted)
+        *found, total, itself = add_rms_norm_both_triton(x, residual, weight, 1e-6)
+        assert_same_rows(found, eight_bits_triton(normed))
+        assert torch.equal(total, wanted)
+        assert torch.equal(itself, normed)
         gate_up = activations(m, 2 * k)
         assert_same_rows(swiglu_eight_triton(gate_up), eight_bits_triton(swiglu_triton(gate_up)))
 

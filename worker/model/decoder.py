@@ -16,7 +16,7 @@ from worker.config.checkpoint.families import FAMILIES, Features
 from worker.config.checkpoint.shape import LayerShape, ModelShape
 from worker.model.attention import RotaryEmbedding, SelfAttention
 from worker.model.delta_net import DeltaNet
-from worker.model.experts import Experts
+from worker.model.experts import Experts, joins
 from worker.model.kinds import KINDS, kinds_of
 from worker.model.latent import LatentAttention
 from worker.model.layers import (
@@ -180,7 +180,7 @@ def feed_forward_of(
         return FeedForward(shape, placement)
     assert shape.experts is not None
     names, width, shared = shape.features.experts, shape.experts.shared_width, None
-    if width and names is not None:
+    if width and names is not None and not joins(shape, placement):
         narrow = replace(shape, intermediate_size=width)
         shared = FeedForward(narrow, placement.below(names.shared))
     return Experts(shape, placement, shared)

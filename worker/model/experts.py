@@ -13,19 +13,42 @@ from worker.model.layers import ReplicatedLinear, selected
 from worker.model.placement import Placement
 from worker.ops.experts.product import MAX_BESIDE, Finish
 from worker.ops.experts.route import new_load, refuse_others, route
-from worker.weights.base import Parts
+from worker.weights.base import Operand, Parts, Reads, itself
+from worker.weights.plain import PLAIN
 from worker.weights.shard import Key, Part, Shard, all_of, stacked, whole
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in a tensor's name
 
 
+def joins(shape: LayerShape, placement: Placement) -> bool:
+    """Whether the expert that every token has lies in one stack with all others.
+
+    So it does where it is as they are: as wide, divided and stored alike. Not in the model's dtype
+    without a gate, where it is computed beside those of few tokens, and faster apart of many.
+    """
+    experts, names = shape.experts, shape.features.experts
+    assert experts is not None
+    if names is None or experts.shared_width != experts.width or experts.gain != 1:
+        return False
+    group, made = placement.collective, placement.format
+    held, _ = rank_experts(
+        experts, placement.experts, group.rank, group.size, group=shape.scale_group
+    )
+    kinds = {
+        made.takes(f"{placement.path}.{expert}.{name}")
+        for expert in (names.shared, "experts.0")
+        for name in (names.gate, names.up, names.down)
+    }
+    has_gain = bool(names.shared_gate) or (made is not PLAIN and kinds == {True})
+    return has_gain and len(kinds) == 1 and held.count == experts.num_experts
+
+
 class Experts(nn.Module):
     """Each token's experts, weighted: [num_tokens, hidden_size] -> this rank's part of the sum.
 
-    shared: the expert that every token has, None if there is none.
+    shared: the expert that every token has, None if there is none, or if it `joins` the others.
     """
 
-    reader = None  # of what forward() takes: more than one
     sink = 1  # tokens whose KV goes to slots below it are padding; set by Decoder.pad_below
 
     def __init__(
@@ -42,14 +65,16 @@ class Experts(nn.Module):
         names = shape.features.experts
         assert names is not None
         self._names, part = names, Part(self.shape.width, columns)
-        self.gate = placement.empty(self.shape.num_experts, size)
+        joined = int(shared is None and self.shape.shared_width > 0)
+        self.held = self.held._replace(shared=joined)
+        self.gate = placement.empty(self.shape.num_experts + self._has_gate_row, size)
         self.up_bias = self.down_bias = None
         if self.shape.has_biases:
             self.up_bias = placement.empty(self.held.count, 2 * len(part))
             self.down_bias = placement.empty(self.held.count, size)
         modules = [
-            f"experts.{i}.{name}"
-            for i in range(self.held.first, self.held.first + self.held.count)
+            f"{expert}.{name}"
+            for expert in self._held_modules()
             for name in (names.gate, names.up, names.down)
         ]
         gate_up = {names.gate: part, names.up: part}
@@ -67,6 +92,8 @@ class Experts(nn.Module):
             self.up_bias, self.down_bias if sums_here else None,
             self.shape.gain, self.shape.plus, self.shape.limit,
         )  # fmt: skip
+        # Others read what forward() takes, too.
+        self.reader = Reads(self.gate_up.add_norm_both)
         self.shared = shared
         self.shared_gate = None
         if shared is not None and names.shared_gate:
@@ -75,8 +102,9 @@ class Experts(nn.Module):
             pair: Any = shared.pair
             self.gate_up.shared = pair if pair and self.gate_up.carries(pair) else None
 
-    def forward(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
-        """hidden: [n, hidden_size], of the step's tokens with these numbers; None: of all."""
+    def forward(self, taken: Operand, rows: Tensor | None = None) -> Tensor:
+        """taken: [n, hidden_size], of the step's tokens with these numbers; None: of all."""
+        hidden = itself(taken)
         slots = selected(current().batch.slot_mapping, rows)
         options = () if self.bias is None else (self.bias,)
         routes = route(
@@ -93,15 +121,29 @@ class Experts(nn.Module):
                 shared = shared * self.shared_gate(hidden).sigmoid()
             elif self._collective.size > 1:
                 shared = shared.clone()
-            return self.gate_up.experts(self.down, hidden, routes, out).add_(shared)
-        return self.gate_up.experts(self.down, hidden, routes, out)
+            return self.gate_up.experts(self.down, taken, routes, out).add_(shared)
+        return self.gate_up.experts(self.down, taken, routes, out)
+
+    @property
+    def _has_gate_row(self) -> bool:
+        """Whether the gate of the expert that every token has is the router's last row."""
+        return bool(self.held.shared and self._names.shared_gate)
+
+    def _held_modules(self) -> list[str]:
+        """The names of the stacks' experts, in order."""
+        numbers = range(self.held.first, self.held.first + self.held.count)
+        return [f"experts.{i}" for i in numbers] + [self._names.shared] * self.held.shared
 
     def shards(self, prefix: str) -> dict[Key, Shard]:
-        shards = {Key(f"{prefix}.{self._names.router}.weight"): whole(self.gate)}
+        num_experts = self.shape.num_experts
+        shards = {Key(f"{prefix}.{self._names.router}.weight"): whole(self.gate[:num_experts])}
+        if self._has_gate_row:
+            name = f"{prefix}.{self._names.shared_gate}.weight"
+            shards[Key(name)] = whole(self.gate[num_experts:])
         if self.bias is not None:
             shards[Key(f"{prefix}.{self._names.bias}")] = whole(self.bias)
-        for i in range(self.held.count):
-            expert = f"{prefix}.experts.{self.held.first + i}"
+        for i, module in enumerate(self._held_modules()):
+            expert = f"{prefix}.{module}"
             shards |= self.gate_up.shards(expert, i) | self.down.shards(expert, i)
             if self.up_bias is not None and self.down_bias is not None:
                 rows = self.gate_up.parts.named(expert, ".bias")

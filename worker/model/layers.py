@@ -10,7 +10,7 @@ from worker.model.placement import Placement
 from worker.ops.best_pairs import ALIGNMENT, VocabPart
 from worker.ops.norms import add_rms_norm, rms_norm, swiglu
 from worker.ops.product import product
-from worker.weights.base import AddNorm, Matrix, Operand, Parts
+from worker.weights.base import AddNorm, Matrix, Operand, Parts, Reads
 from worker.weights.shard import Key, Part, Shard, all_of, split_even, stacked, whole
 
 
@@ -124,7 +124,7 @@ class RMSNorm(nn.Module):
         self._reduces = options.reduces and placement.collective.size > 1
         self._add_norm: AddNorm = add_rms_norm
 
-    def leave_for(self, reader: Matrix | None) -> None:
+    def leave_for(self, reader: Matrix | Reads | None) -> None:
         """Let reduce_add leave what suits products with `reader`, which alone reads it.
 
         None: others do, too. Where one kernel adds and norms, it may make the rows of a format.
@@ -205,7 +205,7 @@ class Sum(nn.Module):
         total = added(part, residual, self.tap)
         return total, total
 
-    def leave_for(self, reader: Matrix | None) -> None:
+    def leave_for(self, reader: Matrix | Reads | None) -> None:
         """Do nothing: what is here taken is the residual."""
 
     def shards(self, prefix: str) -> dict[Key, Shard]:

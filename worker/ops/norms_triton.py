@@ -9,13 +9,13 @@ from worker.ops.jit import enter, overlap, power_of_two, tl, triton
 
 @triton.jit(do_not_specialize=["stride_scales"])
 def _rms_norm_kernel(
-    x, residual, weight, normed, total, scales, stride_x, stride_residual, stride_total,
+    x, residual, weight, normed, total, scales, plain, stride_x, stride_residual, stride_total,
     stride_scales, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
     EIGHT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row; SIZE <= BLOCK. The order of its sum depends on SIZE alone.
 
-    EIGHT: `normed` is in e4m3 and has `scales`.
+    EIGHT: `normed` is in e4m3 and has `scales`; plain: it as it is, too, unless None.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -33,6 +33,8 @@ def _rms_norm_kernel(
     out = (y.to(weight.dtype.element_ty).to(tl.float32) * scale).to(dtype)
     if EIGHT:
         store_in_e4m3(out, normed, scales, row, 0, SIZE, stride_scales, BLOCK)  # pyright: ignore
+        if plain is not None:
+            tl.store(plain + row * SIZE + at, out, mask=inside)
     else:
         tl.store(normed + row * SIZE + at, out, mask=inside)
 
@@ -45,10 +47,12 @@ def launch_rms_norm(
     total: Tensor,
     eps: float,
     scales: Tensor | None = None,
+    plain: Tensor | None = None,
 ) -> None:
     """normed[:] = rms_norm(total), where total[:] = x + residual unless it is `normed` itself.
 
-    scales: [rows, blocks of 128] f32, contiguous along rows: `normed` is in e4m3 with these.
+    scales: [rows, blocks of 128] f32, contiguous along rows: `normed` is in e4m3 with these, and in
+    x's dtype it goes to `plain`, if that is not None.
     """
     size = x.shape[-1]
     rows, others = x.reshape(-1, size), residual.reshape(-1, size)
@@ -57,7 +61,7 @@ def launch_rms_norm(
     assert weight.shape == (size,)
     block = power_of_two(size if scales is None else max(size, 128))
     _rms_norm_kernel[(rows.shape[0],)](
-        rows, others, weight, normed, total, normed if scales is None else scales,
+        rows, others, weight, normed, total, normed if scales is None else scales, plain,
         rows.stride(0), others.stride(0), sums.stride(0),
         0 if scales is None else scales.stride(1), eps,
         **overlap(

@@ -28,6 +28,7 @@ class EightBitRows(NamedTuple):
     values: Tensor  # see `room`, as of_rows
     of_rows: Tensor
     dtype: torch.dtype  # of x, and of the product
+    x: Tensor | None = None  # itself, where it is read, too
 
     @property
     def shape(self) -> torch.Size:
@@ -77,12 +78,24 @@ def add_rms_norm_eight_ref(
     return *eight_bits_ref(normed), residual
 
 
+def add_rms_norm_both_ref(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(values, of_rows, x + residual, the norm itself), as add_rms_norm_eight has them.
+
+    x, residual: [m, hidden], as the norm.
+    """
+    normed, residual = add_rms_norm_ref(x, residual, weight, eps, total)
+    return *eight_bits_ref(normed), residual, normed
+
+
 def swiglu_eight_ref(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """eight_bits(swiglu(gate_up)), bit for bit; gate_up: [m, 2 · width] of any float."""
     return eight_bits_ref(swiglu_ref(gate_up))
 
 
 add_rms_norm_eight = op(add_rms_norm_eight_ref)
+add_rms_norm_both = op(add_rms_norm_both_ref)
 
 
 def scaled_product_ref(

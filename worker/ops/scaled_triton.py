@@ -64,6 +64,16 @@ def add_rms_norm_eight_triton(
     return values, of_rows, total
 
 
+def add_rms_norm_both_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    assert total is None or total.shape == x.shape
+    values, of_rows = room(x.shape[0], x.shape[1], x.device)
+    total, normed = torch.empty_like(x) if total is None else total, torch.empty_like(x)
+    launch_rms_norm(x, residual, weight, values, total, eps, of_rows, normed)
+    return values, of_rows, total, normed
+
+
 def swiglu_eight_triton(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     m, width = gate_up.shape
     values, of_rows = room(m, width // 2, gate_up.device)

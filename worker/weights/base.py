@@ -33,12 +33,32 @@ class Rows(Protocol):
         """That of x."""
         ...
 
+    @property
+    def x(self) -> Tensor | None:
+        """Itself, if `add_norm_both` has made the rows."""
+        ...
+
 
 Operand: TypeAlias = Tensor | Rows  # x of a product
+
+
+def itself(x: Operand) -> Tensor:
+    """x as a tensor; of rows that have it."""
+    found = x if isinstance(x, Tensor) else x.x
+    assert found is not None
+    return found
+
+
 # As ops.norms.add_rms_norm, (rows for a product, the sum).
 AddNorm: TypeAlias = Callable[
     [Tensor, Tensor, Tensor, float, Tensor | None], tuple[Operand, Tensor]
 ]
+
+
+class Reads(NamedTuple):
+    """What a norm may leave for who reads it; see `Matrix`."""
+
+    add_norm: AddNorm | None
 
 
 class Parts(NamedTuple):
@@ -61,7 +81,7 @@ class Parts(NamedTuple):
     @property
     def num_numbers(self) -> int:
         """That this rank has of the matrices, of all experts if it is a stack."""
-        count = 1 if self.held is None else self.held.count
+        count = 1 if self.held is None else self.held.total
         return count * self.num_rows * len(self.columns)
 
     def named(self, prefix: str, end: str) -> dict[str, Part]:
@@ -96,11 +116,12 @@ class Matrix(nn.Module):
     # up to MAX_BESIDE tokens.
     shared: "tuple[Matrix, Matrix] | None" = None
     add_norm: AddNorm | None = None  # whose rows its products take; None: they take tensors alone
+    add_norm_both: AddNorm | None = None  # the same, where others read the norm itself, too
 
     def __init__(self, kept: "Format", parts: Parts, empty: Empty) -> None:
         super().__init__()
         self.parts, self._format, self._grids = parts, kept, kept.stores(parts)
-        lead = () if parts.held is None else (parts.held.count,)
+        lead = () if parts.held is None else (parts.held.total,)
         for role, grid in self._grids.items():
             held = len(grid.columns)
             shape = *lead, parts.num_rows // grid.grain, max(held, grid.room)
@@ -130,7 +151,7 @@ class Matrix(nn.Module):
         return False
 
     def experts(
-        self, down: "Matrix", x: Tensor, routes: Routes, out: Tensor | None = None
+        self, down: "Matrix", x: Operand, routes: Routes, out: Tensor | None = None
     ) -> Tensor:
         """Of a stack of gates and ups, and one of downs: see ops.experts.product."""
         raise NotImplementedError

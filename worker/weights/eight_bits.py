@@ -18,13 +18,14 @@ from worker.ops.scaled import (
     E4M3,
     E4M3_MAX,
     EightBitRows,
+    add_rms_norm_both,
     add_rms_norm_eight,
     eight_bit_rows,
     multiplies_eight_bits,
     scaled_gated_product,
     scaled_product,
 )
-from worker.weights.base import Grid, Matrix, Operand, Parts
+from worker.weights.base import Grid, Matrix, Operand, Parts, itself
 from worker.weights.scaled_files import SCALES, ScaledFiles, ScaledFormat
 from worker.weights.shard import VALUES, all_of, coarse
 
@@ -56,6 +57,14 @@ class EightBitMatrix(Matrix):
         values, of_rows, added = add_rms_norm_eight(x, residual, weight, eps, total)
         return EightBitRows(values, of_rows, x.dtype), added
 
+    @staticmethod
+    def add_norm_both(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
+    ) -> tuple[EightBitRows, Tensor]:
+        """The same, and the norm in the rows; see add_rms_norm_both."""
+        values, of_rows, added, normed = add_rms_norm_both(x, residual, weight, eps, total)
+        return EightBitRows(values, of_rows, x.dtype, normed), added
+
     def product(
         self, x: Operand, bias: Tensor | None = None, out: Tensor | None = None, first_row: int = 0
     ) -> Tensor:
@@ -63,25 +72,29 @@ class EightBitMatrix(Matrix):
         if first_row:
             assert first_row % self._grain == 0
             rows, scales = rows[first_row:], scales[first_row // self._grain :]
-        values, of_rows, dtype = eight_bit_rows(x)
+        values, of_rows, dtype, _ = eight_bit_rows(x)
         operands = values, of_rows, rows, scales, dtype, self.whole_blocks
         y = scaled_product(*operands) if out is None else scaled_product(*operands, out)
         return y if bias is None else y.add_(bias)
 
     def gated(self, x: Operand) -> EightBitRows:
-        values, of_rows, dtype = eight_bit_rows(x)
+        values, of_rows, dtype, _ = eight_bit_rows(x)
         operands = values, of_rows, self.values, self.scales, dtype, self.whole_blocks
         return EightBitRows(*scaled_gated_product(*operands), dtype)
 
     def gates_for(self, other: Matrix) -> bool:
         return isinstance(other, EightBitMatrix)
 
-    def experts(self, down: Matrix, x: Tensor, routes: Routes, out: Tensor | None = None) -> Tensor:
+    def experts(
+        self, down: Matrix, x: Operand, routes: Routes, out: Tensor | None = None
+    ) -> Tensor:
         assert isinstance(down, EightBitMatrix)
         assert self.parts.held is not None
         scales = self.scales, down.scales
+        rows = x if isinstance(x, EightBitRows) else None
+        x = itself(x)
         operands = x, routes, self.values, down.values, self.parts.held, out, scales
-        return expert_products(*operands, finish=self.finish)
+        return expert_products(*operands, finish=self.finish, rows=rows)
 
 
 class EightBitFiles(ScaledFiles):

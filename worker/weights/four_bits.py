@@ -60,7 +60,10 @@ class FourBitMatrix(Matrix):
         values, scales, zeros, factors = self.operands
         return packed_product(x, values, scales, zeros, factors, True)
 
-    def experts(self, down: Matrix, x: Tensor, routes: Routes, out: Tensor | None = None) -> Tensor:
+    def experts(
+        self, down: Matrix, x: Operand, routes: Routes, out: Tensor | None = None
+    ) -> Tensor:
+        assert isinstance(x, Tensor)
         assert isinstance(down, FourBitMatrix)
         assert self.parts.held is not None
         packed = self.operands[1:], down.operands[1:]

@@ -23,7 +23,10 @@ class PlainMatrix(Matrix):
         assert isinstance(x, Tensor)
         return gated_product(x, self.values)
 
-    def experts(self, down: Matrix, x: Tensor, routes: Routes, out: Tensor | None = None) -> Tensor:
+    def experts(
+        self, down: Matrix, x: Operand, routes: Routes, out: Tensor | None = None
+    ) -> Tensor:
+        assert isinstance(x, Tensor)
         assert self.parts.held is not None
         operands = x, routes, self.values, down.values, self.parts.held, out
         beside = _beside(self.shared) if self.shared and len(x) <= MAX_BESIDE else None

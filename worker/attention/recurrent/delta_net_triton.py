@@ -16,6 +16,9 @@ from worker.ops.jit import enter, overlap, tl, triton
 
 ROWS = 8  # heads of tokens of a program; 4 take 1.6 times as long for 8,192 tokens
 STAGES = 3  # tokens whose inputs are loaded at once
+# Of a state's program, so that 16 of states in f32 are at once on a multiprocessor of an H200: 128
+# rows in windows of four take 237 us a layer, with the 150 that it would have 256.
+STATE_REGISTERS = 128
 CONVOLVED = 16  # tokens of a program of the convolution
 SCAN_VALUES, SCAN_STAGES, SCAN_WARPS = 32, 3, 4  # values of a head in a program of the scan
 MATRIX_WARPS = 4
@@ -79,6 +82,20 @@ def _taps(weight, lanes, inside):
     return w0, w1, w2, w3
 
 
+@triton.jit
+def _inputs_of(
+    ring, new, t, pending, end, at, inside, head, is_value, stride_ring, stride_packed,
+    CHANNELS: tl.constexpr, HEADS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """(raw inputs at `at`, b, a) of a row's token t, which is pending or new; 0 from `end` on."""
+    is_old, there = t < pending, t < end
+    source = tl.where(is_old, ring + t * stride_ring, new + (t - pending) * stride_packed)
+    gate = source + CHANNELS + tl.where(is_old, 0, VALUES) + head
+    x = tl.load(source + at, mask=inside & there, other=0.0)
+    b = tl.load(gate, mask=there & is_value, other=0.0)
+    return x, b, tl.load(gate + HEADS, mask=there & is_value, other=0.0)
+
+
 @triton.jit(do_not_specialize=["width", "max_tokens", "grid"])
 def _inputs_kernel(
     packed, conv_weight, a_log, dt_bias, conv_all, ring_all, live, state_slot, folded, seq_len,
@@ -101,6 +118,7 @@ def _inputs_kernel(
     snap_at, snap = _snapshot(row, snap_slot, start, kept, grid)  # type: ignore
     w0, w1, w2, w3 = _taps(conv_weight + at * 4, lanes, inside)  # type: ignore
     conv = conv_all + slot * stride_conv_slot + key_head * stride_conv_head + of_head + lanes
+    rate_bias, rate_factor = tl.load(dt_bias + head), -tl.exp(tl.load(a_log + head))
     held = inside & (start > 0) & (row > 0)
     x0 = tl.load(conv, mask=held, other=0.0)
     x1 = tl.load(conv + stride_conv, mask=held, other=0.0)
@@ -111,20 +129,21 @@ def _inputs_kernel(
     convolved += i * max_tokens * CHANNELS + at + lanes
     to_gate = i * max_tokens * HEADS + head
     writes, last = inside & (row > 0), (row > 0) & (kept > 0)
-    for t in range(pending + width):
-        source = new + (t - pending) * stride_packed
-        gate = source + CHANNELS + HEADS * VALUE_DIM + head
-        if t < pending:
-            source = ring + t * stride_ring
-            gate = source + CHANNELS + head
-        x3 = tl.load(source + at + lanes, mask=inside, other=0.0)
+    end = pending + width
+    x3, b, a = _inputs_of(  # type: ignore
+        ring, new, 0, pending, end, at + lanes, inside, head, is_value, stride_ring, stride_packed,
+        CHANNELS, HEADS, HEADS * VALUE_DIM,
+    )  # fmt: skip
+    for t in range(end):
+        x4, next_b, next_a = _inputs_of(  # type: ignore
+            ring, new, t + 1, pending, end, at + lanes, inside, head, is_value, stride_ring,
+            stride_packed, CHANNELS, HEADS, HEADS * VALUE_DIM,
+        )  # fmt: skip
         y = w0 * x0.to(tl.float32) + w1 * x1.to(tl.float32)
         y = _silu(y + w2 * x2.to(tl.float32) + w3 * x3.to(tl.float32))
         y = y.to(packed.dtype.element_ty).to(tl.float32)
         if is_value:
-            b, a = tl.load(gate), tl.load(gate + HEADS)
-            rate = _softplus(a.to(tl.float32) + tl.load(dt_bias + head))
-            g = -tl.exp(tl.load(a_log + head)) * rate
+            g = rate_factor * _softplus(a.to(tl.float32) + rate_bias)
             tl.store(decays + to_gate + t * HEADS, tl.exp(g))
             tl.store(betas + to_gate + t * HEADS, 1.0 / (1.0 + tl.exp(-b.to(tl.float32))))
             if (t >= pending) & (width > 1) & (row > 0):
@@ -147,6 +166,7 @@ def _inputs_kernel(
             tl.store(to_snap + 2 * stride_conv, x2, mask=inside)
         if (t >= pending) & (width > 1):
             tl.store(ring + (t - pending) * stride_ring + at + lanes, x3, mask=writes)
+        x3, b, a = x4, next_b, next_a
 
 
 @triton.jit(do_not_specialize=["width", "max_tokens", "grid"])
@@ -259,7 +279,8 @@ def delta_window_triton(
     values = s.shape[5]
     _state_kernel[(shape.value_dim // values, heads, n)](
         convolved, gates[0], gates[1], s, *columns, out, rows.width, max_tokens, rows.grid,
-        s.stride(0), s.stride(1), VALUES=values, STAGES=STAGES, **sizes,  # type: ignore
+        s.stride(0), s.stride(1), VALUES=values, STAGES=STAGES,
+        maxnreg=STATE_REGISTERS, **sizes,  # type: ignore
     )  # fmt: skip
     z = packed[:, shape.channels : shape.channels + shape.value_width]
     gated_norm_triton(out, z, weights, shape)

@@ -34,10 +34,16 @@ class ExpertShape(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The experts of one rank: from `first`, so many."""
+    """The experts of one rank: from `first`, so many; and the one that every token has."""
 
     first: int
     count: int  # pyright: ignore[reportIncompatibleMethodOverride] - nobody counts in a pair
+    shared: int = 0  # 1: that one lies behind them; the rank has all others then
+
+    @property
+    def total(self) -> int:
+        """Experts whose matrices lie in one stack."""
+        return self.count + self.shared
 
 
 def rank_experts(

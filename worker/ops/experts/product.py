@@ -73,13 +73,16 @@ def expert_products_ref(
     packed: PackedPair | None = None,
     finish: Finish = PLAIN_FINISH,
     beside: Beside | None = None,
+    rows: Any = None,
 ) -> Tensor:
     """The sum over this rank's experts of weight · down(silu(gate(x)) · up(x)): [n, hidden_size].
 
     Biases are added in f32, before a product is rounded; see `gated_ref` for the rest of `finish`.
 
-    x: [n, hidden_size]; gate_up: [count, 2 · width, hidden_size], gates before ups; down:
-    [count, hidden_size, width]; all of x's dtype. out: [n, hidden_size], where the result goes;
+    rows: (values, of_rows, ..) of x in eight bits, where they are known; see eight_bits.
+
+    x: [n, hidden_size]; gate_up: [total, 2 · width, hidden_size], gates before ups; down:
+    [total, hidden_size, width]; all of x's dtype. out: [n, hidden_size], where the result goes;
     None: to new memory. scales: of gate_up and of down in e4m3, stacks of
     scaled_product_ref's. packed: of both in four bits, [.., columns / 2], what else
     ops.packed.worth takes. A token without experts here gets zeros. An expert's part is rounded
@@ -99,9 +102,9 @@ def expert_products_ref(
         hidden = gated_ref(gates.to(x.dtype), finish)
         products = torch.einsum("eni,ehi->enh", hidden.float(), down.float())
     else:
-        f32, rows = torch.float32, eight_bits_ref(x)
+        f32, (values, of_rows, *_) = torch.float32, rows or eight_bits_ref(x)
         ups, downs = zip(gate_up, scales[0], strict=True), zip(down, scales[1], strict=True)
-        gates = torch.stack([scaled_product_ref(*rows, *up, f32) for up in ups])
+        gates = torch.stack([scaled_product_ref(values, of_rows, *up, f32) for up in ups])
         hidden = gated_ref(_plus(gates, finish.up_bias).to(x.dtype), finish)
         products = torch.stack([
             scaled_product_ref(*eight_bits_ref(part), *down, f32)
@@ -117,13 +120,13 @@ def expert_products_ref(
 def weighted_sum(products: Tensor, routes: Routes, held: Held, dtype: torch.dtype) -> Tensor:
     """What expert_products adds up, [n, hidden_size] of `dtype`, in plain torch.
 
-    products: [count, n, hidden_size] f32, of all tokens with all experts of this rank.
+    products: [total, n, hidden_size] f32, of all tokens with all experts of this rank.
     """
     n, k = routes.ids.shape
     local = routes.ids.long() - held.first
-    here = (local >= 0) & (local < held.count)
+    here = (local >= 0) & (local < held.total)
     tokens = torch.arange(n, device=products.device)[:, None]
-    parts = products[local.clamp(0, held.count - 1), tokens]
+    parts = products[local.clamp(0, held.total - 1), tokens]
     parts = torch.where(here[..., None], parts * routes.weights[..., None], 0).to(dtype)
     total = parts[:, 0].float()
     for place in range(1, k):

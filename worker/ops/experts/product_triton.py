@@ -75,8 +75,10 @@ _FOUR = _TABLE | {
     32: ((128, 128, 4, 3), (64, 128, 4, 3)),
 }
 _FEW_ROWS, _FEW = 8, (64, 256, 4, 3)
-# In eight bits, on an H200: most tokens -> (rows, num_warps, num_stages).
-_EIGHT: dict[int, tuple[int, int, int]] = {16: (128, 8, 4), 32: (64, 4, 6), 64: (128, 4, 4)}
+# In eight bits, on an H200: most tokens -> (rows, num_warps, num_stages), gated and not.
+_EIGHT: dict[int, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
+    16: ((128, 4, 6), (128, 4, 4)), 32: ((64, 4, 6), (64, 4, 6)), 64: ((128, 4, 4), (128, 4, 4)),
+}  # fmt: skip
 
 
 @cache
@@ -85,12 +87,14 @@ def choose(
 ) -> Tile:
     """The tile for so many tokens, of which an expert has its even share up to twice.
 
+    top_k, num_experts: without what every token has.
+
     kind: of weights; "eight" or "packed" (in four bits), "boxed" if the TMA may load them.
     """
     share = power_of_two(max(1, 2 * num_tokens * top_k // num_experts))
     tokens = min(max(16, share), max(_EIGHT if kind == "eight" else _TABLE))
     if kind == "eight":
-        rows, num_warps, num_stages = _EIGHT[tokens]
+        rows, num_warps, num_stages = _EIGHT[tokens][not gated]
         return Tile(tokens, rows, SCALE_BLOCK, num_warps, num_stages)
     if kind == "boxed" and tokens == _BOXED.tokens:
         return replace(_BOXED, tail=0) if gated and share > 8 * TAIL else _BOXED
@@ -323,7 +327,10 @@ class _Stack(NamedTuple):
     bias: Tensor | None  # [count, rows]
     shared: Tensor | None  # of Beside
 
-    def multiply(self, x: Tensor, routes: Routes, n: int, out: Tensor, finish: Finish) -> None:
+    def multiply(
+        self, x: Tensor, routes: Routes, held: Held, n: int, out: Tensor, finish: Finish,
+        known: Any = None,
+    ) -> None:  # fmt: skip
         """What _grouped_kernel makes of n tokens; gated where out is narrower than w has rows."""
         w, scales, packed, bias, shared = self
         (count, rows, _), columns, (_, k) = w.shape, out.shape[1], x.shape
@@ -336,7 +343,7 @@ class _Stack(NamedTuple):
         if kind == "plain" and bias is shared is None and w.element_size() == 2:
             has_boxes = INTERPRETED or has_dependent_launch(x)
             kind = "boxed" if has_boxes and k % _BOXED.block_k == 0 else kind
-        tile = choose(n, top_k, count, gated=gated, kind=kind)
+        tile = choose(n, top_k - held.shared, held.count, gated=gated, kind=kind)
         width, boxes = tile.rows // 2 if gated else tile.rows, None
         if tile.is_boxed:
             boxes = TensorDescriptor.from_tensor(w.view(-1, k), [width, tile.block_k])
@@ -346,12 +353,12 @@ class _Stack(NamedTuple):
         num_tiles = -(-columns // width)
         of_rows, of_columns, strides = None, 0, (0, 0, 0)
         if scales is not None:
-            x, of_rows = eight_bits_triton(x)
+            x, of_rows, *_ = known or eight_bits_triton(x)
             of_columns, strides = of_rows.stride(1), (scales.stride(0), *strides_of(scales[0]))
         steps, group = steps_of(packed[0], k) if packed else (-1, 0)
-        held, zeros, factors = packed or (scales, None, None)
+        of_w, zeros, factors = packed or (scales, None, None)
         _grouped_kernel[(num_items * num_tiles,)](
-            x, of_rows, w.view(torch.uint16) if packed else w, words_of(held), zeros, factors, bias,
+            x, of_rows, w.view(torch.uint16) if packed else w, words_of(of_w), zeros, factors, bias,
             routes.weights, routes.starts, routes.order, out, columns, k, x.stride(0), num_tiles,
             of_columns, *strides, shared, n, boxes,
             **overlap(
@@ -360,7 +367,7 @@ class _Stack(NamedTuple):
                 STEPS=-(-k // tile.block_k),
                 EVEN_K=k % tile.block_k == 0,
                 GRAIN=0 if scales is None else rows // scales.shape[1],
-                STAGES=None if held is None else tile.num_stages,
+                STAGES=None if of_w is None else tile.num_stages,
                 num_warps=tile.num_warps, num_stages=tile.num_stages, KIND=steps, GROUP=group,
                 GAIN=finish.gain, PLUS=finish.plus, LIMIT=finish.limit, SHARED=some,
             ),
@@ -378,6 +385,7 @@ def expert_products_triton(
     packed: PackedPair | None = None,
     finish: Finish = PLAIN_FINISH,
     beside: Beside | None = None,
+    rows: Any = None,
 ) -> Tensor:
     """See expert_products_ref; padding in `routes` is read by no product but `beside`'s."""
     if packed is not None and not takes(x, packed[0][0]):
@@ -385,8 +393,8 @@ def expert_products_triton(
     (n, size), top_k = x.shape, routes.ids.shape[1]
     width, num_rows = gate_up.shape[1] // 2, n * top_k
     stored = (size, width) if packed is None else (bytes_of(size), bytes_of(width))
-    assert gate_up.shape == (held.count, 2 * width, stored[0])
-    assert down.shape == (held.count, size, stored[1])
+    assert gate_up.shape == (held.total, 2 * width, stored[0])
+    assert down.shape == (held.total, size, stored[1])
     assert (scales is not None) == (gate_up.dtype == E4M3) == (down.dtype == E4M3)
     assert x.stride(1) == 1
     some, pair = 0, (None, None)
@@ -397,12 +405,12 @@ def expert_products_triton(
     hidden, parts = x.new_empty(all_rows, width), x.new_empty(all_rows, size)
     (of_up, of_down), (up_four, down_four) = scales or (None, None), packed or ((), ())
     ups = _Stack(gate_up, of_up, up_four, finish.up_bias, pair[0])
-    ups.multiply(x, routes, n, hidden, finish)
+    ups.multiply(x, routes, held, n, hidden, finish, rows)
     downs = _Stack(down, of_down, down_four, finish.down_bias, pair[1])
-    downs.multiply(hidden, routes, n, parts, finish)
+    downs.multiply(hidden, routes, held, n, parts, finish)
     out, block = torch.empty_like(x) if out is None else out, min(1024, power_of_two(size))
     _combine_kernel[(n, -(-size // block))](
-        parts, routes.ids, out, size, out.stride(0), *held,
+        parts, routes.ids, out, size, out.stride(0), held.first, held.total,
         **overlap(x, TOP_K=top_k, SHARED=some, BLOCK=block, num_warps=4),
     )  # fmt: skip
     return out

@@ -21,19 +21,22 @@ from worker.ops.op import op
 class Routes(NamedTuple):
     """The experts of n tokens, k a token. Assignment token · k + i: the token's i-th expert.
 
+    Where a rank holds the expert that every token has, it is the last of the k, and its number is
+    that of all others.
+
     A row is an assignment to an expert of this rank. Rows of an expert stand together, in the order
     of their tokens.
     """
 
-    ids: Tensor  # [n, k] i32; among all experts; the number of all experts where a token is padding
+    ids: Tensor  # [n, k] i32; among all experts; the number of them where a token is padding
     weights: Tensor  # [n, k] f32
-    starts: Tensor  # [count + 1] i32; first row of each of this rank's experts, then their number
+    starts: Tensor  # [total + 1] i32; first row of each of this rank's experts, then their number
     order: Tensor  # [n · k] i32; the rows' assignments; undefined behind the last row
 
 
 def new_load(held: Held, device: torch.device) -> Tensor:
     """[2, count + 1] i64: rows that each expert of a rank has had, and steps in which it had some;
-    behind the latter all steps. Zeros."""
+    behind the latter all steps. Without what every token has. Zeros."""
     return torch.zeros(2, held.count + 1, dtype=torch.int64, device=device)
 
 
@@ -74,12 +77,15 @@ def route_ref(
     With a bias, [num_experts] f32, those whose score and bias are the largest together; of a shape
     with biases of its products it is one of the logits instead. With groups see `in_top_groups`.
 
+    The expert that every token has, if it is held, has the weight 1, or where the gate has a row
+    more the sigmoid of that row's logit.
+
     x: [n, hidden_size]; gate: [num_experts, hidden_size] of x's dtype; slots: [n] i64, where a
     token's KV goes: below `sink` it is padding; None: no token is. A NaN wins after all numbers,
     and makes a NaN of its weight, so every id is one of an expert. load: [2, count + 1] i64, see
     `new_load`; is added to.
     """
-    logits = x.float() @ gate.float().t()
+    logits, of_shared = (x.float() @ gate.float().t()).tensor_split([shape.num_experts], 1)
     if shape.has_biases:
         assert bias is not None
         logits, bias = logits + bias, None
@@ -93,13 +99,17 @@ def route_ref(
     if shape.renormalizes:
         weights = weights / (weights.sum(-1, keepdim=True) + TINY)
     weights = weights * shape.factor if shape.factor != 1 else weights
+    if held.shared:
+        one = of_shared.sigmoid() if of_shared.shape[1] else torch.ones_like(weights[:, :1])
+        ids = torch.cat((ids, torch.full_like(ids[:, :1], shape.num_experts)), 1)
+        weights = torch.cat((weights, one), 1)
     if slots is not None:
-        ids = ids.masked_fill((slots < sink)[:, None], shape.num_experts)
+        ids = ids.masked_fill((slots < sink)[:, None], shape.num_experts + held.shared)
     local = ids.flatten() - held.first
-    local = torch.where((local >= 0) & (local < held.count), local, held.count)
-    numbers = torch.arange(held.count + 1, device=x.device)
+    local = torch.where((local >= 0) & (local < held.total), local, held.total)
+    numbers = torch.arange(held.total + 1, device=x.device)
     starts = (local < numbers[:, None]).sum(1)
-    rows = starts.diff()
+    rows = starts.diff()[: held.count]
     load[0, :-1] += rows
     load[1] += torch.cat((rows > 0, torch.ones_like(rows[:1], dtype=torch.bool)))
     return Routes(ids.int(), weights, starts.int(), local.argsort(stable=True).int())

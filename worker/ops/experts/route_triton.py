@@ -17,17 +17,17 @@ from worker.ops.experts.route import TINY, Routes
 from worker.ops.jit import INTERPRETED, enter, overlap, power_of_two, tl, triton
 
 PART = 256  # of K: what one sum of the router is over
-TOKENS = 4  # of a program of `route`, a warp each
+TOKENS = 4  # most that one program of `route` has: no sum or choice of a row crosses warps
 LOWEST = -(1 << 31)  # a key of what is not to be chosen
 AT_ONCE = 4096  # assignments that a program of `arrange` looks at
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _router_kernel(
-    x, gate, out, num_tokens, num_experts, K, stride_x, BLOCK_E: tl.constexpr,
+    x, gate, out, num_tokens, num_experts, K, stride_x, stride_out, BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of tokens, of experts, parts of K). out: f32 [parts, num_tokens, experts]."""
+    """Grid (blocks of tokens, of experts, parts of K). out: f32 [parts, num_tokens, stride_out]."""
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     part = tl.program_id(2)
@@ -45,7 +45,7 @@ def _router_kernel(
             w, y = w.to(tl.float32), y.to(tl.float32)
         acc = tl.dot(w, tl.trans(y), acc, input_precision="ieee")
     at = part.to(tl.int64) * num_tokens + tokens
-    at = out + at[None, :] * num_experts + experts[:, None]
+    at = out + at[None, :] * stride_out + experts[:, None]
     tl.store(at, acc, mask=(tokens < num_tokens)[None, :] & (experts < num_experts)[:, None])
 
 
@@ -120,27 +120,48 @@ def _in_top_groups(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
     parts, bias, slots, ids, weights, starts, order, load, num_tokens, sink, first, count, factor,
-    NUM_EXPERTS: tl.constexpr, TOKENS: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr, TOP_K: tl.constexpr,
+    SHARED: tl.constexpr, HAS_GATE: tl.constexpr, PARTS: tl.constexpr,
     SCORING: tl.constexpr, RENORMALIZES: tl.constexpr, BIASED: tl.constexpr,
     NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, LOWEST: tl.constexpr, TINY: tl.constexpr,
     ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of tokens). parts: f32 [PARTS, num_tokens, NUM_EXPERTS].
+    """Grid (blocks of tokens). parts: f32 [PARTS, num_tokens, STRIDE].
 
     bias: f32, of logits, or where it is BIASED of the choice; None: there is none.
 
+    SHARED: behind the TOP_K of a token comes the expert that every token has; HAS_GATE: its logit
+    stands behind those of all others.
+
     ALONE: there is one block, which gives rows their order, too; see `_arrange_kernel`.
     """
+    PLACES: tl.constexpr = TOP_K + SHARED
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     EXPERTS: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
     experts = tl.arange(0, EXPERTS)
     real, exists = tokens < num_tokens, (experts < NUM_EXPERTS)[None, :]
-    at = parts + tokens.to(tl.int64)[:, None] * NUM_EXPERTS + experts[None, :]
+    own_parts = parts + tokens.to(tl.int64) * STRIDE
+    at = own_parts[:, None] + experts[None, :]
+    held = (experts >= first) & (experts < first + count)
     enter(PDL)
+    # What is far and needed late is asked for first.
+    live = real
+    if slots is not None:
+        live &= tl.load(slots + tokens, mask=real, other=0) >= sink
+    if ALONE:
+        rows_at, steps = load + experts - first, load + count + 1
+        steps_at = steps + experts - first
+        rows_before = tl.load(rows_at, mask=held, other=0)
+        met_before = tl.load(steps_at, mask=held, other=0)
+        steps_before = tl.load(steps + count)
     logits = tl.zeros((TOKENS, EXPERTS), tl.float32)
+    of_shared = tl.zeros((TOKENS,), tl.float32)
     for _ in tl.static_range(PARTS):
         logits += tl.load(at, mask=real[:, None] & exists, other=0.0)
-        at += num_tokens.to(tl.int64) * NUM_EXPERTS
+        at += num_tokens.to(tl.int64) * STRIDE
+        if HAS_GATE:
+            of_shared += tl.load(own_parts + NUM_EXPERTS, mask=real, other=0.0)
+            own_parts += num_tokens.to(tl.int64) * STRIDE
     if bias is not None:
         added = tl.load(bias + experts, mask=experts < NUM_EXPERTS, other=0.0)[None, :]
         logits += 0.0 if BIASED else added
@@ -154,9 +175,12 @@ def _route_kernel(
     total = tl.zeros((TOKENS,), tl.float32)
     places = tl.full((TOKENS, EXPERTS), TOP_K, tl.int32)  # of an expert among the k; TOP_K: of none
     for place in tl.static_range(TOP_K):
-        _, best = _first(keys, experts, EXPERTS)
+        high, best = _first(keys, experts, EXPERTS)
         this = experts[None, :] == best[:, None]
-        total += tl.sum(tl.where(this, scores, 0.0), 1)
+        if BIASED or NUM_GROUPS > 1:
+            total += tl.sum(tl.where(this, scores, 0.0), 1)
+        else:  # the key is the score's, and a NaN's that of -inf
+            total += tl.where(_values(high) < 0, float("nan"), _values(high))
         keys = tl.where(this, LOWEST, keys)
         places = tl.where(this, place, places)
     if RENORMALIZES:
@@ -165,36 +189,40 @@ def _route_kernel(
         total = _sum(tl.where(exists, scores, 0.0), TOKENS, EXPERTS)
     else:
         total = tl.full((TOKENS,), 1.0, tl.float32)
-    live = real
-    if slots is not None:
-        live &= tl.load(slots + tokens, mask=real, other=0) >= sink
     chosen = (places < TOP_K) & real[:, None]
-    spots = tokens[:, None] * TOP_K + places
-    numbers = tl.where(live[:, None], experts[None, :], NUM_EXPERTS)
+    spots = tokens[:, None] * PLACES + places
+    numbers = tl.where(live[:, None], experts[None, :], NUM_EXPERTS + SHARED)
     tl.store(ids + spots, numbers, mask=chosen)
     tl.store(weights + spots, tl.div_rn(scores, total[:, None]) * factor, mask=chosen)
+    last = tokens * PLACES + TOP_K
+    if SHARED:
+        one = tl.sigmoid(of_shared) if HAS_GATE else of_shared + 1.0
+        tl.store(ids + last, tl.where(live, NUM_EXPERTS, NUM_EXPERTS + SHARED), mask=real)
+        tl.store(weights + last, one, mask=real)
     if ALONE:
-        held = (experts >= first) & (experts < first + count)
         here = chosen & live[:, None] & held[None, :]
         own = tl.sum(here.to(tl.int32), 0)
         begins = tl.cumsum(own, 0) - own
         behind = begins[None, :] + tl.cumsum(here.to(tl.int32), 0)
         tl.store(order + behind - 1, spots, mask=here)
-        at = experts - first
-        tl.store(starts + at, begins, mask=held)
-        tl.store(starts + count, tl.sum(own, 0))
-        tl.store(load + at, tl.load(load + at, mask=held, other=0) + own, mask=held)
-        steps = load + count + 1
-        met = tl.load(steps + at, mask=held, other=0) + (own > 0).to(tl.int64)
-        tl.store(steps + at, met, mask=held)
-        tl.store(steps + count, tl.load(steps + count) + 1)
+        tl.store(starts + experts - first, begins, mask=held)
+        all_rows = tl.sum(own, 0)
+        tl.store(starts + count, all_rows)
+        if SHARED:
+            behind_them = tl.cumsum(live.to(tl.int32), 0)
+            tl.store(order + all_rows + behind_them - 1, last, mask=live)
+            tl.store(starts + count + 1, all_rows + tl.sum(live.to(tl.int32), 0))
+        tl.store(rows_at, rows_before + own, mask=held)
+        tl.store(steps_at, met_before + (own > 0).to(tl.int64), mask=held)
+        tl.store(steps + count, steps_before + 1)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _arrange_kernel(
-    ids, starts, order, load, num_rows, first, count, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    ids, starts, order, load, num_rows, first, count, SHARED: tl.constexpr,
+    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (count + 1): an expert's rows begin behind those of the experts before it.
+    """Grid (count + SHARED + 1): an expert's rows begin behind those of the experts before it.
 
     load: i64 [2, count + 1]; each column has one program that adds to it.
     """
@@ -206,9 +234,12 @@ def _arrange_kernel(
         some = tl.load(ids + begin + at, mask=begin + at < num_rows, other=-1)
         row += tl.sum(((some >= first) & (some < first + expert)).to(tl.int32), 0)
     tl.store(starts + expert, row)
-    steps = load + count + 1 + expert
-    if expert == count:
-        tl.store(steps, tl.load(steps) + 1)
+    column = tl.where(expert < count, expert, count)
+    counted = load + column
+    steps = counted + count + 1
+    had, met = tl.load(counted), tl.load(steps)
+    if expert == count + SHARED:
+        tl.store(steps, met + 1)
     else:
         begins = row
         for begin in range(0, num_rows, AT_ONCE):
@@ -217,8 +248,8 @@ def _arrange_kernel(
             rank = tl.cumsum(own, 0) - own
             tl.store(order + row + rank, begin + at, mask=own > 0)
             row += tl.sum(own, 0)
-        tl.store(load + expert, tl.load(load + expert) + row - begins)
-        tl.store(steps, tl.load(steps) + tl.where(row > begins, 1, 0))
+        tl.store(counted, had + row - begins, mask=expert < count)
+        tl.store(steps, met + tl.where(row > begins, 1, 0), mask=expert < count)
 
 
 def route_triton(
@@ -237,36 +268,42 @@ def route_triton(
     num_experts, top_k = shape.num_experts, shape.top_k
     assert x.stride(1) == 1
     assert gate.is_contiguous()
-    assert gate.shape == (num_experts, k)
+    has_gate = len(gate) > num_experts
+    assert gate.shape == (num_experts + has_gate, k)
 
     def ints(*sizes: int) -> Tensor:
         return torch.empty(sizes, dtype=torch.int32, device=x.device)
 
-    ids, starts, order = ints(n, top_k), ints(held.count + 1), ints(n * top_k)
-    weights = torch.empty(n, top_k, dtype=torch.float32, device=x.device)
-    logits = torch.empty(-(-k // PART), n, num_experts, dtype=torch.float32, device=x.device)
+    places, stride = top_k + held.shared, -(-len(gate) // 4) * 4  # rows of 16 bytes
+    ids, starts, order = ints(n, places), ints(held.total + 1), ints(n * places)
+    weights = torch.empty(n, places, dtype=torch.float32, device=x.device)
+    logits = torch.empty(-(-k // PART), n, stride, dtype=torch.float32, device=x.device)
     block_t = min(max(16, power_of_two(n)), 64)
-    _router_kernel[(-(-n // block_t), -(-num_experts // 64), len(logits))](
-        x, gate, logits, n, num_experts, k, x.stride(0),
+    _router_kernel[(-(-n // block_t), -(-len(gate) // 64), len(logits))](
+        x, gate, logits, n, len(gate), k, x.stride(0), stride,
         **overlap(
             x, BLOCK_E=64, BLOCK_T=block_t, BLOCK_K=128, PART=PART, num_warps=4, num_stages=3
         ),
     )  # fmt: skip
-    tokens = min(power_of_two(n), TOKENS)
+    tokens = power_of_two(n) if n <= TOKENS else 1
+    part = held.first, held.count
     _route_kernel[(-(-n // tokens),)](
-        logits, bias, slots, ids, weights, starts, order, load, n, sink, *held, shape.factor,
+        logits, bias, slots, ids, weights, starts, order, load, n, sink, *part, shape.factor,
         **overlap(
-            x, NUM_EXPERTS=num_experts, TOKENS=tokens, TOP_K=top_k, PARTS=len(logits),
+            x, NUM_EXPERTS=num_experts, STRIDE=stride, TOKENS=tokens, TOP_K=top_k,
+            SHARED=held.shared, HAS_GATE=has_gate, PARTS=len(logits),
             SCORING=shape.scoring, RENORMALIZES=shape.renormalizes, BIASED=shape.is_biased,
             NUM_GROUPS=shape.num_groups, TOP_GROUPS=shape.top_groups, LOWEST=LOWEST, TINY=TINY,
-            ALONE=n <= tokens, num_warps=tokens,
+            ALONE=n <= tokens, num_warps=1,
         ),
     )  # fmt: skip
     if n <= tokens:
         return Routes(ids, weights, starts, order)
-    at_once = min(max(32, power_of_two(n * top_k)), AT_ONCE)
-    _arrange_kernel[(held.count + 1,)](
-        ids, starts, order, load, n * top_k, *held,
-        **overlap(x, AT_ONCE=at_once, num_warps=min(8, max(1, at_once // 256))),
+    at_once = min(max(32, power_of_two(n * places)), AT_ONCE)
+    _arrange_kernel[(held.total + 1,)](
+        ids, starts, order, load, n * places, *part,
+        **overlap(
+            x, SHARED=held.shared, AT_ONCE=at_once, num_warps=min(8, max(1, at_once // 256)),
+        ),
     )  # fmt: skip
     return Routes(ids, weights, starts, order)
