@@ -60,15 +60,15 @@ ROOT_FILES = 13  # of worker, __init__ among them
 
 # What grows unseen if nothing caps it; `tests.support.structure` prints the figures.
 MAX = {
-    "worker": 38_440,
-    "router": 16_730,
+    "worker": 38_640,
+    "router": 16_750,
     "cluster": 7_650,
-    "product": 62_390,
-    "tests": 68_920,
+    "product": 63_040,
+    "tests": 69_340,
     "benchmarks": 10_110,
     "tests / product": 1.11,
     "wide functions": 12,
-    "each": 226,
+    "each": 224,
     "rooms": 21,
     "arrows": 91,
     "files of a decode step": 24,
