@@ -159,7 +159,6 @@ async def while_tokens_are_drawn(serve: Serve) -> None:
             left.close()
 
 
-pytestmark = pytest.mark.whole  # of one process: tests/router/test_router_connection.py
 MOMENTS = (while_it_waits_for_a_worker, while_its_prompt_is_prefilled, while_tokens_are_drawn)
 
 

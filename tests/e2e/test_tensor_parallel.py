@@ -77,10 +77,9 @@ def check_trace(serve: Serve, collector: Collector) -> None:
     assert {span.instance for span in spans} == {"router-0", "prefill-0", "decode-0"}
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize(
     ("prefill", "decode", "victim", "rank"),
-    [(1, 2, "decode-0", 1), (2, 2, "decode-0", 0), (2, 1, "prefill-0", 1)],
+    [(1, 2, "decode-0", 1), *pairwise.in_whole((2, 2, "decode-0", 0), (2, 1, "prefill-0", 1))],
 )
 def test_ranks_answer_as_one_and_the_death_of_any_replaces_them_all(
     clusters: Clusters, collector: Collector, prefill: int, decode: int, victim: str, rank: int

@@ -148,7 +148,6 @@ def test_who_asks_again_gets_the_answer_that_has_begun(
         assert num_tokens <= drawn <= num_tokens + len(expected[0]), "computed twice"
 
 
-@pytest.mark.whole
 def test_a_stop_string_ends_what_nobody_had_looked_at(pair: Pair) -> None:
     """While nobody looks for it, its worker goes on; whoever comes back finds it."""
     _, other = pair.router()

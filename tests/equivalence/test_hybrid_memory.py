@@ -155,7 +155,6 @@ def test_a_decode_worker_pulls_the_state_and_only_pages_that_it_lacks() -> None:
         made.close()
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("place", ["never", "always"])
 def test_preempted_requests_and_further_choices_resume(place: str) -> None:
     """Of a pool that is too small, in which snapshots go with their pages all the time."""
@@ -184,7 +183,6 @@ def test_preempted_requests_and_further_choices_resume(place: str) -> None:
     assert resumed(made, DECODE) > 3 or place == "always"
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("place", ["never", "always"])
 def test_hits_with_pages_in_eight_bits(place: str) -> None:
     """Equal to a cold run with such pages; those that are shared are not stored again."""
@@ -209,7 +207,6 @@ def test_hits_with_pages_in_eight_bits(place: str) -> None:
         made.close()
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("ranks", [(1, 2), *in_whole(((2, 1),), ((2, 2),))])
 @pytest.mark.parametrize("place", ["always", "never"])
 def test_hits_of_several_ranks_and_after_a_failover(place: str, ranks: tuple[int, int]) -> None:
@@ -234,7 +231,6 @@ def test_hits_of_several_ranks_and_after_a_failover(place: str, ranks: tuple[int
         check_slots(cluster)
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("spec", [MTP | {"widths": [4]}, {}, NGRAM])
 def test_further_choices_are_copies_of_the_first(spec: dict[str, Any]) -> None:
     """Of its state, and of the page in which the prompt ends; each goes its own way."""

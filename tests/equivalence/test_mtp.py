@@ -124,7 +124,6 @@ def drafted(path: Path, collective: Collective, experts: Division) -> list[Tenso
     return [logits, found, drafts]
 
 
-@pytest.mark.whole
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     """Experts in parts, and whole ones."""
     path = tmp_path / "target"

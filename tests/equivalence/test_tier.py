@@ -297,7 +297,6 @@ def test_other_weights_find_nothing(tmp_path: Path) -> None:
     assert found[0] == found[1] == 0 < found[2]
 
 
-@pytest.mark.whole
 def test_lengths_around_every_boundary_of_pages(expected, alone: Running) -> None:
     """Law 10: the last token is computed, and applied once."""
     text = prompts(1)[0]
@@ -313,7 +312,6 @@ def test_lengths_around_every_boundary_of_pages(expected, alone: Running) -> Non
             assert after - before == (length - 1) // PAGE * PAGE
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_ranks_keep_and_bring_their_own_heads(kind: str, expected, tmp_path: Path) -> None:
     """Law 7: one process decides; a rank that copies late delays, and disagrees with nobody."""
@@ -326,7 +324,6 @@ def test_ranks_keep_and_bring_their_own_heads(kind: str, expected, tmp_path: Pat
         assert value(engine_of(cluster).metrics.tier_tokens(kind)) > cold / 2
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("mode", ["always", "never"])
 def test_snapshots_of_recurrent_layers_come_with_their_pages(mode: str, tmp_path: Path) -> None:
     """Law 10: both at the same end of a text, or neither."""

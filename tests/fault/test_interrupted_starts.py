@@ -13,7 +13,6 @@ from tests.e2e.shared import Clusters
 from tests.fault.interrupts import SPAN_S, interrupt
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_an_interrupted_start_leaves_nothing(number: signal.Signals, clusters: Clusters) -> None:
     clusters.end_all()
