@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +224,10 @@ def stepped(model: Decoder) -> list[torch.Tensor]:
     return [*logits, taps.rows(sum(map(len, models.PROMPTS))).clone()]
 
 
-@pytest.mark.parametrize(("kind", "way"), [("qwen3", "add_norm"), ("shared", "add_norm_both")])
+NORMS = [("qwen3", "add_norm"), ("shared", "add_norm_both")]
+
+
+@pytest.mark.parametrize(("kind", "way"), NORMS)
 def test_a_norm_that_quantises_leaves_what_one_leaves_that_does_not(
     kind: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,6 +379,7 @@ def test_a_bundled_model_says_nearly_the_same(name: str, monkeypatch: pytest.Mon
             ("weights.shard:coarse", "slice(start // grain", "slice(0"),
             ("weights.base:Matrix.shards", "coarse(part, grid.grain)", "part"),
             ("weights.eight_bits:EightBitMatrix.add_norm", "eps, total)\n", "eps)\n"),
+            ("weights.eight_bits:EightBitMatrix.add_norm_both", "eps, total)\n", "eps)\n"),
             ("weights.scaled_files:ScaledFormat.part", "stored.values", "stored"),
             ("weights.base:Matrix.shards", "tensor[number]", "tensor[0]"),
             ("ops.experts.product:expert_products_ref", "down, scales[1]", "down, scales[0]"),
@@ -395,7 +399,12 @@ def test_a_mutant_is_red(
         lambda: products.test_a_product_is_near_that_of_what_the_weights_are_worth(
             9, 48, 200, "blocks"
         ),
-        lambda: test_a_norm_that_quantises_leaves_what_one_leaves_that_does_not(monkeypatch),
+        *(
+            partial(
+                test_a_norm_that_quantises_leaves_what_one_leaves_that_does_not, *each, monkeypatch
+            )
+            for each in NORMS
+        ),
         lambda: test_matrices_are_worth_what_the_files_are("qwen3", "fp8"),
         lambda: test_matrices_are_worth_what_the_files_are("experts", "fp8"),
         lambda: test_two_ranks_equal_one("qwen3", "fp8", tmp_path),

@@ -22,7 +22,7 @@ MUTANTS = {
         "ops.experts.route:route_ref", "if shape.renormalizes:", "if False:",
     ),
     "another expert's weights": (
-        "model.experts:Experts.shards", "self.held.first + i", "self.held.first + (i + 1) % 8",
+        "model.experts:Experts._held_modules", "experts.{i}", "experts.{(i + 1) % 8}",
     ),
     "ups are gates": ("weights.stacks:of_stack", "i * apart", "(len(parts) - 1 - i) * apart"),
     "the next expert's rows": (
