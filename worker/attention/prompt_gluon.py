@@ -141,7 +141,14 @@ def _weights(
         base = gl.where(higher == float("-inf"), 0.0, higher)  # the row has seen no key yet
     p = _exp2(scores * scale - base[:, None])
     shrink = _exp2(top - base)
-    return p, shrink, weight * shrink + gl.sum(p, 1), higher
+    by_lane = gl.convert_layout(shrink, gl.SliceLayout(1, weight.type.layout))[:, None]
+    return p, shrink, weight * by_lane + _by_lane(p, BLOCK_N), higher
+
+
+@gluon.jit
+def _by_lane(p, BLOCK_N: gl.constexpr):
+    """[ROWS, 4]: the sums of what a row's four lanes hold, without a shuffle between them."""
+    return gl.sum(gl.sum(p.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -210,10 +217,12 @@ def _group(
         head = flat % HEADS
         position = past + first + gl.arange(0, ROWS, BY_ROW)
         top = gl.full([ROWS], float("-inf"), gl.float32, BY_ROW)
-        weight = gl.zeros([ROWS], gl.float32, BY_ROW)
+        zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+        weight = _by_lane(zeros, BLOCK_N)
         if sinks is not None:  # as a key without a value
-            top = weight + gl.load(sinks + head).to(gl.float32) * 1.4426950408889634
-            weight += 1.0
+            top = gl.zeros([ROWS], gl.float32, BY_ROW)
+            top += gl.load(sinks + head).to(gl.float32) * 1.4426950408889634
+            weight += 0.25  # 1 in four lanes
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, RESULT)
         if begin < end:
             q_tile = q_tiles.index(NUMBER)
@@ -223,7 +232,6 @@ def _group(
             mbarrier.wait(k_full.index(stage), step // STAGES & 1)
             if TURNS:
                 _turn("sync", NUMBER)
-            zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
             keys = k_tiles.index(stage).permute((1, 0))
             scores = warpgroup_mma(q_tile, keys, zeros, use_acc=False, is_async=True)
             if TURNS:
@@ -254,6 +262,7 @@ def _group(
             acc = warpgroup_mma(p, v_tiles.index(before), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_free.index(before), count=1)
+        weight = gl.convert_layout(gl.sum(weight, 1), BY_ROW)
         weight = 1.0 / gl.where(weight > 0, weight, 1.0)  # 0 where there is no key
         whole = acc * gl.convert_layout(weight, gl.SliceLayout(1, RESULT))[:, None]
         whole = gl.convert_layout(whole.to(out.dtype.element_ty), STORED)
