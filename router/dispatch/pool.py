@@ -62,7 +62,7 @@ class Pool:
                 return
             try:
                 ended = partial(job.set_result, work())
-            except Exception as error:
+            except BaseException as error:  # a panic of a library in Rust is no `Exception`
                 ended = partial(job.set_exception, error)
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(lambda: None if job.done() else ended())

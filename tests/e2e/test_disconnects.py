@@ -22,6 +22,7 @@ from tests.e2e.raw import Connection
 from tests.e2e.shared import Clusters
 from tests.fault.router_doubles import metric, wait_until
 from tests.support.asking import ask_all
+from tests.support.pairwise import in_whole
 from tests.support.patience import HANG_S
 from tests.support.reference import reference_texts
 from tests.support.scrape import scrape
@@ -159,10 +160,10 @@ async def while_tokens_are_drawn(serve: Serve) -> None:
             left.close()
 
 
-MOMENTS = (while_it_waits_for_a_worker, while_its_prompt_is_prefilled, while_tokens_are_drawn)
+MOMENTS = (while_it_waits_for_a_worker, while_tokens_are_drawn)
 
 
-@pytest.mark.parametrize("leave", MOMENTS)
+@pytest.mark.parametrize("leave", [*MOMENTS, *in_whole((while_its_prompt_is_prefilled,))])
 def test_clients_hang_up(cluster: Serve, leave: Callable[[Serve], Awaitable[None]]) -> None:
     """Everything is at rest then, in the same processes."""
     before = cluster.wait_idle()

@@ -1,7 +1,9 @@
 """Models with experts against `transformers`; each part of their routing left out is seen."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +18,7 @@ from tests.support.pairwise import in_whole, one_in
 from worker.config.checkpoint.experts import Division, ExpertShape, Held, rank_experts
 from worker.config.checkpoint.shape import read_model_shape
 from worker.errors import Unsupported
+from worker.model import decoder
 from worker.model import experts as layer
 from worker.ops.experts import route as routing
 from worker.peers.base import SingleCollective
@@ -173,6 +176,32 @@ def test_a_shared_expert_joins_the_others_where_it_is_as_they_are(tmp_path: Path
         found = load(path, group, division).experts[0]
         assert (found.held.shared, found.shared is None) == (joined, joined or case == "qwen3-moe")
         assert len(found.gate) == 8 + joined
+
+
+def test_a_shared_expert_joins_what_is_stored_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[tuple[Any, Any]]()
+    monkeypatch.setattr(decoder, "joins", lambda *how: asked.append(how) or layer.joins(*how))
+    save_random(tmp_path, *EXPERTS[JOINED])
+    load(tmp_path)
+    shape, placement = asked[0]
+    names = shape.features.experts
+    ungated_names = names._replace(shared_gate="")
+    without = SimpleNamespace(
+        experts=shape.experts, scale_group=shape.scale_group,
+        features=replace(shape.features, experts=ungated_names),
+    )  # fmt: skip
+    for apart, gated, ungated in (
+        ("", True, True), (".experts.3.", False, False), (".shared_expert.", False, False),
+        (".down_proj", False, False), ("mlp", True, False),
+    ):  # fmt: skip
+        kept = SimpleNamespace(takes=lambda name, a=apart: not a or a not in f"{name}.")
+        how = replace(placement, format=kept)
+        assert (layer.joins(shape, how), layer.joins(without, how)) == (gated, ungated), apart
+    assert not layer.joins(without, placement)
+    without.experts, without.features = shape.experts._replace(gain=1.5), shape.features
+    assert not layer.joins(without, placement)
 
 
 @pytest.mark.parametrize("case", ["qwen3-next-moe", JOINED])

@@ -243,8 +243,8 @@ def test_requests_begin_in_turn_between_sources() -> None:
             begun.append((number, source))
 
         tasks = [asyncio.create_task(one("many")) for _ in range(100)]
-        tasks[50].cancel()
         await asyncio.sleep(0)
+        tasks[50].cancel()
         tasks += [asyncio.create_task(one(source)) for source in ("few", "few", "other")]
         while not all(task.done() for task in tasks):
             number += 1
@@ -325,6 +325,38 @@ def test_threads_go_round_between_sources(
 
     assert asyncio.run(main()) == [*["much"] * 6, "one", "two", "three"]
     assert "three" in begun[:6]
+
+
+class Panic(BaseException):
+    """As what a library in Rust raises."""
+
+
+def test_a_thread_outlives_its_work_and_begins_what_is_wanted_alone() -> None:
+    begun, go = list[str](), threading.Event()
+
+    def work(name: str, error: type[BaseException] | None = None) -> None:
+        begun.append(name)
+        assert go.wait(HANG_S)
+        if error is not None:
+            raise error(name)
+
+    async def main() -> None:
+        own = pool.Pool()
+        panics = [asyncio.create_task(own.run(name, partial(work, name, Panic))) for name in "abcd"]
+        await asyncio.to_thread(wait_until, lambda: len(begun) == pool.NUM_THREADS)
+        left, last = (asyncio.create_task(own.run("a", partial(work, n))) for n in ("left", "last"))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.sleep(0)
+        go.set()
+        for panic in panics:
+            with pytest.raises(Panic):
+                await panic
+        await asyncio.wait_for(last, HANG_S)
+
+    asyncio.run(main())
+    assert begun[-1] == "last"
+    assert len(begun) == pool.NUM_THREADS + 1
 
 
 def background(served: Any, **how: Any) -> httpx.Response:

@@ -113,7 +113,7 @@ def test_hopper_alone_gets_gluon_s(
     assert not jit.is_hopper(torch.zeros(1))
 
 
-@pytest.mark.parametrize("changed", ["", "NVMMASharedLayout"])
+@pytest.mark.parametrize("changed", ["", "NVMMASharedLayout", "warp_specialize"])
 def test_a_gluon_that_is_not_as_expected_is_told_once(
     changed: str,
     built: Callable[..., Any],

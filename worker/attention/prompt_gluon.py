@@ -1,8 +1,8 @@
-"""Causal attention of long chunks in Gluon, for Hopper: prompt_triton's, a tenth faster (ADR 0022).
+"""Causal attention of long chunks in Gluon, for Hopper: prompt_triton's, but faster (ADR 0022).
 
 A program stays on its multiprocessor and takes tile after tile. One warp loads by TMA; two groups
-of four warps take 64 rows of a tile. While the tensor cores add up a block's values and score the
-next keys, a group takes the weights of the scores before, and the groups do so by turns.
+of four warps have half a tile's 128 rows. While the tensor cores add up a block's values and score
+the next keys, a group takes the weights of the scores before; with heads of 128 by turns.
 
 What holds of a row's bits holds here, too: blocks begin at the same keys wherever a prompt is cut.
 """
@@ -32,12 +32,13 @@ from worker.ops.jit import num_sms
 
 ROWS = gl.constexpr(64)  # of a group
 STAGES = {64: 4, 128: 2}  # blocks of keys on the multiprocessor, by head_dim; as many of values
-# By head_dim: 14.5 ms for 32768 tokens and 32 heads of 128 instead of 14.7, of 64 10.1 instead of
-# 9.9 without.
+# By head_dim. 32768 tokens, 32 heads, with and without: of 128 14.5 and 14.7 ms, 64 10.1 and 9.9.
 TURNS = {64: False, 128: True}
 TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 # Registers of a thread of the second group, and of the warp that loads.
 COMPUTES, LOADS = gl.constexpr(240), gl.constexpr(24)
+# A Gluon without what the kernel names is met here and not by its compiler.
+NAMES = gl.warp_specialize, gl.NVMMADistributedLayout, gl.DistributedLinearLayout, gl.SliceLayout
 
 
 @gluon.constexpr_function

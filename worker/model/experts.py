@@ -23,8 +23,9 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in a tensor's name
 def joins(shape: LayerShape, placement: Placement) -> bool:
     """Whether the expert that every token has lies in one stack with all others.
 
-    So it does where it is as they are: as wide, divided and stored alike. Not in the model's dtype
-    without a gate, where it is computed beside those of few tokens, and faster apart of many.
+    So it does where it is as they are: as wide, divided and stored alike. In the model's dtype and
+    without a gate it stays apart: few tokens have it in a launch of the others' (`Beside`), and of
+    many it is faster by itself.
     """
     experts, names = shape.experts, shape.features.experts
     assert experts is not None
@@ -36,11 +37,11 @@ def joins(shape: LayerShape, placement: Placement) -> bool:
     )
     kinds = {
         made.takes(f"{placement.path}.{expert}.{name}")
-        for expert in (names.shared, "experts.0")
+        for expert in (names.shared, *(f"experts.{i}" for i in range(experts.num_experts)))
         for name in (names.gate, names.up, names.down)
     }
-    has_gain = bool(names.shared_gate) or (made is not PLAIN and kinds == {True})
-    return has_gain and len(kinds) == 1 and held.count == experts.num_experts
+    pays = bool(names.shared_gate) or (made is not PLAIN and kinds == {True})
+    return pays and len(kinds) == 1 and held.count == experts.num_experts
 
 
 class Experts(nn.Module):

@@ -125,9 +125,10 @@ class RMSNorm(nn.Module):
         self._add_norm: AddNorm = add_rms_norm
 
     def leave_for(self, reader: Matrix | Reads | None) -> None:
-        """Let reduce_add leave what suits products with `reader`, which alone reads it.
+        """Let reduce_add leave what suits the products of `reader`.
 
-        None: others do, too. Where one kernel adds and norms, it may make the rows of a format.
+        A Matrix alone reads it; beside `Reads` others take the norm itself; None: no product's rows
+        are made. Where one kernel adds and norms, it may make the rows of a format.
         """
         if reader is not None:
             self._add_norm = reader.add_norm or self._add_norm

@@ -56,7 +56,7 @@ AddNorm: TypeAlias = Callable[
 
 
 class Reads(NamedTuple):
-    """What a norm may leave for who reads it; see `Matrix`."""
+    """A reader of a norm beside which others take it as a tensor; see `Matrix`."""
 
     add_norm: AddNorm | None
 

@@ -319,7 +319,7 @@ def _combine_kernel(
 
 
 class _Stack(NamedTuple):
-    """The matrices of all experts, [count, rows, columns]."""
+    """The matrices of all experts, [total, rows, columns]; see Held."""
 
     w: Tensor
     scales: Tensor | None  # of e4m3
