@@ -3,17 +3,19 @@
 As tests/contract/test_attention.py. On a GPU: tests/gpu/test_latent_on_cuda.py.
 """
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.contract.test_attention import BOUNDS, CPU, MIXED, Row, dense_oracle, make_batch
 from tests.contract.test_attention import make_rows as rows_of
-from tests.support.interpreted import INTERPRETED, WHY, asm_of, compiling, otherwise
+from tests.support.interpreted import INTERPRETED, WHY, asm_of, assembled, compiling, otherwise
 from tests.support.pairwise import every, in_whole, one_in, pairwise, whole
 from worker.attention.base import AttentionShape
 from worker.attention.build import build_attentions
@@ -22,8 +24,10 @@ from worker.attention.latent import (
     latent_absorb_store_ref,
     latent_rope_store_ref,
     latent_values_ref,
+    read_rows,
 )
-from worker.attention.qk_rope_store import Rotation
+from worker.attention.qk_rope_store import Rotation, store_rows_ref
+from worker.cache.eight_bits import E4M3, dequantized, exponents_of
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.config.backends import LATENT
@@ -39,6 +43,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_LAYERS, LAYER = 2, 1
 BACKENDS = ["triton"] if INTERPRETED else ["reference"]
+EIGHT = "float8_e4m3fn"
 LONG = [(399, 1), (0, 2), (256, 3), (255, 1), (63, 1)]
 
 
@@ -56,7 +61,9 @@ class Scene:
         """Into memory of NaN. backend: a name or an instance."""
         made, batch = self.made(backend), batch or self.batch
         out = self.q.new_full((*self.q.shape[:2], self.shape.value_dim), float("nan"))
-        with forward_context(batch, made, made.plan(batch)):
+        # Scores of keys that there are none of may be no number, before they are masked.
+        seen = np.errstate(invalid="ignore" if self.pool.region().dtype == EIGHT else "warn")
+        with forward_context(batch, made, made.plan(batch)), seen:
             assert made.forward(self.q, LAYER, out) is out
         return out
 
@@ -75,36 +82,53 @@ def make(
     padded: tuple[int, int] = (3, 2),
     seed: int = 0,
     device: torch.device = CPU,
+    queries: str = "float32",
 ) -> Scene:
-    """Requests of (prefix, width). padded: tokens and requests; slots of nobody are NaN."""
+    """Requests of (prefix, width). padded: tokens and requests; slots of nobody are NaN.
+
+    queries: their dtype, where rows are in eight bits; these differ in size, and so in exponents.
+    """
     requests, pages = rows_of(shapes, page_size, seed)
     size = sum(dims)
     region = KVRegion("target", NUM_LAYERS, 1, size, 1, page_size, dtype, 1)
     pool = KVPool(KVLayout((region,)), pages, device)
     for (part,) in pool.layers():
-        part[1:] = float("nan")
+        if dtype == EIGHT:
+            part[1:].view(torch.uint8).fill_(255)
+            exponents_of(part)[1:] = 255
+        else:
+            part[1:] = float("nan")
+    asking = getattr(torch, queries if dtype == EIGHT else dtype)
     generator = torch.Generator().manual_seed(seed)
     for request in requests:
         at = torch.arange(request.length)
-        slots = torch.tensor(request.pages)[at // page_size], at % page_size
-        kept = torch.randn(request.length, size, generator=generator)
-        pool.layer(LAYER)[0][slots[0].to(device), 0, slots[1].to(device)] = kept.to(
-            device, getattr(torch, dtype)
-        )
+        slots = torch.tensor(request.pages)[at // page_size] * page_size + at % page_size
+        kept = torch.randn(request.length, 1, size, generator=generator)
+        if dtype == EIGHT:
+            kept *= 10 ** -torch.rand(request.length, 1, 1, generator=generator)
+        store_rows_ref(kept.to(device, asking), pool.layer(LAYER)[0], slots.to(device))
     with device:
         batch = make_batch(requests, page_size, *padded)
     q = torch.randn(batch.num_tokens, heads, size, generator=generator)
-    shape = AttentionShape(heads, 1, size, size**-0.5, kind="latent", value_dim=dims[0])
-    return Scene(pool, batch, requests, q.to(device, getattr(torch, dtype)), shape)
+    more = {"kind": "latent", "value_dim": dims[0], "dtype": str(asking).removeprefix("torch.")}
+    shape = AttentionShape(heads, 1, size, size**-0.5, **more)
+    return Scene(pool, batch, requests, q.to(device, asking), shape)
+
+
+def worth(cache: Tensor) -> Tensor:
+    """What a layer's rows are worth, on the CPU."""
+    if cache.dtype != E4M3:
+        return cache.cpu()
+    return dequantized(cache.cpu(), exponents_of(cache).cpu(), torch.float32)
 
 
 def expected(scene: Scene) -> Tensor:
     """[num_tokens, heads, value_dim] f64, zeros for padding."""
-    cache, page_size = scene.pool.layer(LAYER)[0], scene.pool.layout.page_size
+    cache, page_size = worth(scene.pool.layer(LAYER)[0]), scene.pool.layout.page_size
     out, start = torch.zeros(scene.q.shape, dtype=torch.float64), 0
     for request in scene.requests:
         at = torch.arange(request.length)
-        kept = cache.cpu()[torch.tensor(request.pages)[at // page_size], :, at % page_size].double()
+        kept = cache[torch.tensor(request.pages)[at // page_size], :, at % page_size].double()
         mine = slice(start, start + request.width)
         q = scene.q[mine].cpu().double()
         out[mine] = dense_oracle(q, kept, kept, request.prefix, scene.shape.scale, scene.shape.mask)
@@ -113,12 +137,12 @@ def expected(scene: Scene) -> Tensor:
 
 
 def check(scene: Scene, backend: Any) -> None:
-    before = scene.pool.layer(LAYER)[0].clone()
+    before = worth(scene.pool.layer(LAYER)[0])
     out = scene.attend(backend)
     error = (out.cpu().double() - expected(scene)).abs().max()
-    assert error < BOUNDS[scene.pool.region().dtype], error
+    assert error < BOUNDS[scene.shape.dtype], error
     assert not out[int(scene.batch.query_start[-1]) :].any(), "padded tokens are zero"
-    assert torch.equal(before.nan_to_num(), scene.pool.layer(LAYER)[0].nan_to_num())
+    assert torch.equal(before.nan_to_num(), worth(scene.pool.layer(LAYER)[0]).nan_to_num())
     scene.pool.close()
 
 
@@ -151,6 +175,25 @@ def test_widths_from_1_to_16_mix_in_one_batch(backend, heads, dtype) -> None:
 def test_long_rows_in_many_parts(backend, page_size, dtype) -> None:
     check(make(LONG, 4, page_size=page_size, dtype=dtype, padded=(20, 0)), backend)
     check(make([(399, 1), (0, 1), (255, 1)], 20, page_size=page_size, dtype=dtype), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("heads", "dims", "page_size", "queries"),
+    [
+        (4, (32, 16), 16, "float32"),
+        *in_whole((20, (128, 16), 64, "bfloat16"), (20, (64, 32), 1, "float32")),
+    ],
+)
+def test_rows_in_eight_bits_are_what_they_are_worth(
+    backend, heads, dims, page_size, queries
+) -> None:
+    """With exponents of NaN where nobody's slots are, and one of every row."""
+    for shapes in ([(0, 5), (21, 1), (6, 3)], MIXED, LONG):
+        check(make(shapes, heads, dims, page_size, EIGHT, queries=queries), backend)
+    scene = make([(0, 5), (21, 1), (399, 2), (1, 1)], heads, dims, page_size, EIGHT)
+    scene.shape = replace(scene.shape, mask=KeyMask(first_key=1))
+    check(scene, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -201,6 +244,16 @@ def test_what_a_backend_cannot_serve_is_refused_by_name(backend) -> None:
     scene.pool.close()
 
 
+def test_rows_in_eight_bits_are_read_back_as_they_are_worth() -> None:
+    scene = make([(0, 5), (21, 1), (40, 3)], dtype=EIGHT)
+    kept = scene.pool.layer(LAYER)[0]
+    for request in scene.requests:
+        pages = torch.tensor(request.pages)
+        rows = read_rows(kept, pages, torch.bfloat16)[: request.length]
+        assert torch.equal(rows.float(), worth(kept)[pages, 0].flatten(0, 1)[: request.length])
+    scene.pool.close()
+
+
 @dataclass(slots=True)
 class Store:
     """Arguments of latent_rope_store: five tokens, of which two are padding."""
@@ -209,6 +262,7 @@ class Store:
     dims: tuple[int, int]
     page_size: int
     dtype: torch.dtype
+    is_eight: bool = False  # rows; dtype is the model's
 
     def run(
         self,
@@ -218,7 +272,7 @@ class Store:
         absorbs: bool = False,
         device: torch.device = CPU,
     ) -> tuple[Tensor, Tensor]:
-        """(queries with rotated ends, or absorbed ones; pages) of an implementation."""
+        """(queries with rotated ends, or absorbed ones; pages' worth) of an implementation."""
         value, rope = self.dims
         generator = torch.Generator().manual_seed(3)
         wide = torch.randn(5, self.heads, value + rope, generator=generator).to(self.dtype)
@@ -228,22 +282,36 @@ class Store:
         norm = LatentNorm(torch.randn(value, generator=generator).to(self.dtype), 1e-6)
         slots = torch.tensor([5 * self.page_size - 1, self.page_size, 2 * self.page_size, 0, 0])
         positions = torch.tensor([3, 63, 1, 0, 0])
-        pages = torch.full((5, 1, 2, self.page_size, value + rope), 7.0, dtype=self.dtype)
-        wide, latents, slots, positions, table, pages = (
-            x.to(device) for x in (wide, latents, slots, positions, table, pages)
+        wide, latents, slots, positions, table = (
+            x.to(device) for x in (wide, latents, slots, positions, table)
         )
         norm = LatentNorm(norm.weight.to(device), norm.eps)
-        stored = Rotation(table, positions), norm, pages[:, :, 1], slots
+        dtype = EIGHT if self.is_eight else str(self.dtype).removeprefix("torch.")
+        region = KVRegion("target", NUM_LAYERS, 1, value + rope, 1, self.page_size, dtype, 1)
+        pool = KVPool(KVLayout((region,)), 5, device)
+        layers = [part for (part,) in pool.layers()]
+        every = torch.arange(5 * self.page_size, device=device)
+        for part in layers:
+            sevens = torch.full((len(every), 1, value + rope), 7.0, device=device)
+            store_rows_ref(sevens.to(self.dtype), part, every)
+        stored = Rotation(table, positions), norm, layers[LAYER], slots
         if absorbs:  # heads have 24 numbers before those that turn
             keys = torch.randn(self.heads, 24, value, generator=generator) * 24**-0.5
             keys = keys.to(device, self.dtype)
-            return store(wide[..., value - 24 :], latents[:, : value + rope], *stored, keys), pages
-        out = wide if in_place else torch.full_like(wide, 9.0)
-        store(wide[..., value:], latents[:, : value + rope], *stored, out[..., value:])
+            out = store(wide[..., value - 24 :], latents[:, : value + rope], *stored, keys)
+        else:
+            out = wide if in_place else torch.full_like(wide, 9.0)
+            store(wide[..., value:], latents[:, : value + rope], *stored, out[..., value:])
+        pages = torch.stack([worth(part) for part in layers], 2)
+        pool.close()
         return out, pages
 
 
-STORES = [(4, (32, 16), 16, torch.float32), (20, (64, 32), 1, torch.bfloat16)]
+STORES: list[Any] = [
+    (4, (32, 16), 16, torch.float32), (20, (64, 32), 1, torch.bfloat16),
+    (4, (32, 16), 16, torch.float32, True), (20, (64, 32), 16, torch.bfloat16, True),
+]  # fmt: skip
+HALF_A_STEP = 16 / 224  # of e4m3, of a row's largest number
 
 
 @pytest.mark.parametrize("of", [Store(*each) for each in STORES], ids=str)
@@ -271,20 +339,23 @@ def test_a_row_is_a_normed_latent_and_a_key_rotated_by_pairs(of: Store) -> None:
     wanted = torch.cat((normed * weight.to(of.dtype).double(), turned(latents[:3, value:])), -1)
     for number, slot in enumerate((5 * of.page_size - 1, of.page_size, 2 * of.page_size)):
         row = pages[slot // of.page_size, 0, 1, slot % of.page_size]
-        assert (row.double() - wanted[number]).abs().max() < 2 * bound
+        step = wanted[number].abs().max() * HALF_A_STEP if of.is_eight else 0.0
+        assert (row.double() - wanted[number]).abs().max() < 2 * bound + step
         row[:] = 7
     pages[0, 0, 1, 0] = 7
     assert (pages == 7).all(), "nothing else is written"
 
 
-def asm(heads: int, width: int, dims: tuple[int, int] = (512, 64)) -> dict[str, str]:
-    """The stages of _latent_kernel for 32 requests over bf16 in pages of 64, on an H200."""
+def asm(
+    heads: int, width: int, dims: tuple[int, int] = (512, 64), kept: str = "*bf16"
+) -> dict[str, str]:
+    """The stages of _latent_kernel for 32 requests in bf16 in pages of 64, on an H200."""
     from worker.attention import latent_triton as kernels
 
     tiles = kernels.choose(Bounds(32, 32 * width, width, 8192), heads, 2, 132)
     shape = AttentionShape(heads, 1, sum(dims), 1.0, kind="latent", value_dim=dims[0])
     constants, options = kernels.constants_of(tiles, shape, 64)
-    types = dict.fromkeys(("q", "out", "rows"), "*bf16")
+    types = dict.fromkeys(("q", "out"), "*bf16") | {"rows": kept}
     types |= dict.fromkeys(("page_table", "items", "counts"), "*i32")
     types |= dict.fromkeys(("partial", "stats"), "*fp32") | {"scale": "fp32"}
     types |= dict.fromkeys(("num_tokens", "stride_q", "stride_page", "stride_table"), "i32")
@@ -306,10 +377,7 @@ if INTERPRETED:
     def check_absorbed(of: Store, kernels: Any) -> None:
         got = of.run(kernels.latent_absorb_store_triton, absorbs=True)
         wanted = of.run(latent_absorb_store_ref, absorbs=True)
-        bound = 1e-6 if of.dtype == torch.float32 else 0.024
-        for one, other in zip(got, wanted, strict=True):
-            assert (one.float() - other.float()).abs().max() <= bound * other.float().abs().max()
-        assert torch.equal(got[1] == 7.0, wanted[1] == 7.0)
+        check_made(of, got, wanted)
 
     @pytest.mark.parametrize(
         ("num_tokens", "heads", "sizes", "dtype"),
@@ -331,9 +399,17 @@ if INTERPRETED:
     def check_store(of: Store, kernels: Any, in_place: bool = False) -> None:
         got = of.run(kernels.latent_rope_store_triton, in_place=in_place)
         wanted = of.run(latent_rope_store_ref, in_place=in_place)
-        for one, other in zip(got, wanted, strict=True):
-            bound = 1e-6 if of.dtype == torch.float32 else 0.024
-            assert (one.float() - other.float()).abs().max() <= bound * other.float().abs().max()
+        check_made(of, got, wanted)
+
+    def check_made(of: Store, got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+        bound = 1e-6 if of.dtype == torch.float32 else 0.024
+        for which, (one, other) in enumerate(zip(got, wanted, strict=True)):
+            one, other = one.float(), other.float()
+            step = bound
+            if which and of.is_eight:  # a number may fall to the other side
+                step = 2 * HALF_A_STEP
+                assert (one != other).float().mean() < (0.001 if bound < 1e-3 else 0.02)
+            assert (one - other).abs().max() <= step * other.abs().max()
             assert torch.equal(one == 7.0, other == 7.0)
 
     MUTANTS = {
@@ -368,6 +444,12 @@ if INTERPRETED:
         "values are of the first latents": ("w_at + (begin + BLOCK_K)", "w_at"),
         "values are the first head's": ("line = head * SIZE +", "line ="),
         "merged columns are the first": ("of_value = tl.program_id(2) * COLUMNS +", "of_value ="),
+        "exponents are the next row's": ("+ PAGE * ROW  #", "+ PAGE * ROW + 1  #"),
+        "an exponent is of the latent": (
+            "tl.maximum(tl.max(tl.abs(normed), 0), tl.max(tl.abs(rope)))",
+            "tl.max(tl.abs(normed), 0)",
+        ),
+        "exponents lie in one place": ("+ slot % PAGE, exponent", ", exponent"),
     }  # fmt: skip
 
     @pytest.mark.parametrize("mutant", one_in(5, MUTANTS))
@@ -381,7 +463,10 @@ if INTERPRETED:
             check(scene, made.LatentTriton(scene.pool, scene.shape))
             scene = make([(290, 1)], 4, (128, 16))
             check(scene, made.LatentTriton(scene.pool, scene.shape))
+            scene = make([(290, 1), (5, 7)], dtype=EIGHT)
+            check(scene, made.LatentTriton(scene.pool, scene.shape))
             check_store(Store(*STORES[0]), made)
+            check_store(Store(*STORES[2]), made)
             for each in STORES:
                 check_absorbed(Store(*each), made)
             check_values(made, 17, 3, (40, 512), torch.float32)
@@ -396,20 +481,27 @@ else:
         ("heads", "width", "product"),  # V2-Lite; its windows; GLM-4.7-Flash
         [(16, 1, "mma.sync"), (16, 4, "wgmma"), *in_whole((20, 1, "mma.sync"))],
     )
-    def test_a_block_of_rows_is_loaded_once_for_both_products(heads, width, product) -> None:
-        stages = asm(heads, width)
+    @pytest.mark.parametrize("kept", ["*bf16", "*fp8e4nv"])
+    def test_a_block_of_rows_is_loaded_once_for_both_products(heads, width, product, kept) -> None:
+        stages = asm(heads, width, kept=kept)
         assert product in stages["ptx"]
         assert "cp.async" in stages["ptx"]
         assert "atom" not in stages["ptx"]
         loop = stages["ttgir"].split("scf.for")[1].split("scf.yield")[0]
         assert loop.count("ttg.async_copy_global_to_local") == 2  # latents, rotated keys
+        if kept != "*bf16":
+            assert loop.count("tt.fp_to_fp") == 2, "they are widened once"
+            said = [assembled(each["ptx"]) for each in (stages, asm(heads, width))]
+            eight, plain = (int(re.findall(r"(\d+) bytes spill stores", x)[0]) for x in said)
+            assert eight <= plain
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
-    def test_what_merges_parts_and_what_stores_rows_compile_for_an_h200() -> None:
+    @pytest.mark.parametrize("kept", [torch.bfloat16, E4M3], ids=str)
+    def test_what_merges_parts_and_what_stores_rows_compile_for_an_h200(kept) -> None:
         from worker.attention import latent_triton as kernels
 
         empty, ids = torch.empty, torch.zeros(2, dtype=torch.int64)
-        x, rows = (empty(2, n, 576, dtype=torch.bfloat16) for n in (16, 64))
+        x, rows = empty(2, 16, 576, dtype=torch.bfloat16), empty(2, 64, 576, dtype=kept)
         with compiling(kernels, "_latent_rope_store_kernel"):
             kernels.latent_rope_store_triton(
                 x[..., 512:], x[:, 0], Rotation(empty(8, 64), ids),

@@ -170,9 +170,11 @@ def test_replays_change_nothing(case: str, chunks: str) -> None:
     check_replays(*saved(case), chunks)
 
 
-def check_replays(path: Path, wanted: list[list[int]], chunks: str) -> None:
+def check_replays(path: Path, wanted: list[list[int]], chunks: str, kv_dtype: str = "auto") -> None:
     """wanted: of `prompts`; chunks: "pieces" or "whole"."""
-    made = Lockstep(sections(path, "always", max_prefill_tokens=32))
+    config = sections(path, "always", max_prefill_tokens=32)
+    config["kv"]["dtype"] = kv_dtype
+    made = Lockstep(config)
     try:
         replay(made, steps=True, chunks=chunks)
         asks = [Ask(prompt, GREEDY, at=i) for i, prompt in enumerate(prompts())]

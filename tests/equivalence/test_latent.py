@@ -11,7 +11,7 @@ import torch
 from benchmarks.accuracy import load_model
 from tests.equivalence import test_dense_laws as dense_laws
 from tests.equivalence import test_models as models
-from tests.equivalence.test_eight_bit_kv import WAYS
+from tests.equivalence.test_eight_bit_kv import EIGHT, WAYS
 from tests.equivalence.test_hybrid_mutants import mutate
 from tests.support.chain_rows import ChainRows
 from tests.support.engines import running, value
@@ -124,6 +124,35 @@ def test_nor_does_it_where_prompts_are_expanded(case: str, way: str) -> None:
     assert dense_laws.served(saved(case)[0], WAYS[way]) == greedy(case)
 
 
+@cache
+def alone_in_eight_bits(case: str) -> list[list[int]]:
+    """With latents in eight bits, the same model against itself: see test_eight_bit_kv."""
+    return dense_laws.served(saved(case)[0], WAYS["here"], EIGHT)
+
+
+IN_EIGHT_BITS = [(case, way) for case in ("v3", "v2-lite", "tiny-latent") for way in WAYS]
+
+
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [TRAINED, *in_whole(*(each for each in IN_EIGHT_BITS if each != TRAINED))],
+)
+def test_nor_does_it_with_latents_in_eight_bits(case: str, way: str) -> None:
+    assert dense_laws.served(saved(case)[0], WAYS[way], EIGHT) == alone_in_eight_bits(case)
+
+
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [("v2-lite", "pulled"), *in_whole(*(each for each in IN_EIGHT_BITS if each[0] != "v2-lite"))],
+)
+def test_nor_where_those_are_read_back_to_be_expanded(
+    case: str, way: str, request: pytest.FixtureRequest
+) -> None:
+    wanted = alone_in_eight_bits(case)
+    request.getfixturevalue("expanded")
+    assert dense_laws.served(saved(case)[0], WAYS[way], EIGHT) == wanted
+
+
 @pytest.mark.parametrize("chunks", ["pieces", *in_whole(("whole",))])
 @pytest.mark.parametrize("case", ["v3", *in_whole(("v2-lite",))])
 def test_replays_change_nothing(case: str, chunks: str) -> None:
@@ -135,6 +164,13 @@ def test_replays_change_nothing(case: str, chunks: str) -> None:
 @pytest.mark.parametrize("case", ["v2-lite", *in_whole(("v3",))])
 def test_nor_do_those_of_expanded_prompts(case: str, chunks: str) -> None:
     dense_laws.check_replays(saved(case)[0], greedy(case), chunks)
+
+
+@pytest.mark.parametrize("chunks", ["pieces", *in_whole(("whole",))])
+def test_nor_do_those_of_latents_in_eight_bits(chunks: str, request: pytest.FixtureRequest) -> None:
+    wanted = alone_in_eight_bits("v3")
+    request.getfixturevalue("expanded")
+    dense_laws.check_replays(saved("v3")[0], wanted, chunks, EIGHT)
 
 
 @cache
@@ -293,40 +329,49 @@ PUBLISHED = Path(__file__).parents[2] / "benchmarks/models"
 
 
 @pytest.mark.parametrize(
-    ("name", "num_layers", "num_bytes"),
+    ("name", "num_layers", "num_bytes", "eight"),
     [
-        ("deepseek-v2-lite", 27, 31_104),
-        ("deepseek-v3-4-layers", 61, 70_272),
-        ("glm-4.7-flash", 47, 54_144),
+        ("deepseek-v2-lite", 27, 31_104, 16_038),
+        ("deepseek-v3-4-layers", 61, 70_272, 36_234),
+        ("glm-4.7-flash", 47, 54_144, 27_918),
     ],
 )
 def test_a_token_takes_the_bytes_of_its_latents(
-    name: str, num_layers: int, num_bytes: int, tmp_path: Path
+    name: str, num_layers: int, num_bytes: int, eight: int, tmp_path: Path
 ) -> None:
-    """On the wire and in the pool of every rank, however many there are."""
+    """On the wire and in the pool of every rank, however many there are.
+
+    In eight bits 577 a layer, and 17 in which a page's rows begin anew at multiples of a row.
+    """
     shutil.copy(PUBLISHED / f"{name}.json", tmp_path / "config.json")
     models.edit(tmp_path, num_hidden_layers=num_layers)
-    assert kv_token_bytes(tmp_path, 64, "bfloat16") == [num_bytes]
-    pages, state = regions_of(read_model_shape(tmp_path), Cut(64, 1, "bfloat16", "bfloat16"))
-    assert (pages.num_kv_heads, pages.parts, pages.head_dim, state) == (1, 1, 576, None)
-    layout = ModelLayout((pages,))
-    assert layout.share(4, 3).page_bytes == layout.page_bytes == 64 * num_bytes
+    assert kv_token_bytes(tmp_path, 64, "bfloat16", EIGHT) == [num_bytes, eight]
+    assert eight == num_layers * (577 + 17)
+    for dtype, size in (("bfloat16", num_bytes), (EIGHT, eight)):
+        pages, state = regions_of(read_model_shape(tmp_path), Cut(64, 1, "bfloat16", dtype))
+        assert (pages.num_kv_heads, pages.parts, pages.head_dim, state) == (1, 1, 576, None)
+        layout = ModelLayout((pages,))
+        assert layout.share(4, 3).page_bytes == layout.page_bytes == 64 * size
 
 
-def test_ranks_pull_each_latent_once() -> None:
+@pytest.mark.parametrize("dtype", ["auto", EIGHT])
+def test_ranks_pull_each_latent_once(dtype: str) -> None:
     """Two ranks from one: each pulls its own copy of the pages of all tokens but the last."""
     path, prompt = saved("v3")[0], dense_laws.prompts()[-1]
-    with running(dense_laws.sections(path, "always"), num_prefill=1, decode_tp=2) as cluster:
+    sections = dense_laws.sections(path, "always")
+    sections["kv"]["dtype"] = dtype
+    with running(sections, num_prefill=1, decode_tp=2) as cluster:
         cluster.client.generate([prompt], dense_laws.GREEDY)
         decode = cluster.workers["decode-0"].engine
         pulled = value(decode.metrics.pulled_bytes("shm/shm"))
     assert pulled == 2 * -(-(len(prompt) - 1) // 16) * decode.layout.page_bytes
 
 
-def test_kv_in_eight_bits_and_traces_are_refused_by_name() -> None:
+def test_latents_in_eight_bits_are_served_where_those_are_and_traces_refused_by_name() -> None:
     shape = read_model_shape(saved("v3")[0])
-    with pytest.raises(UserError, match=r"kv\.dtype: float8_e4m3fn keeps no latents"):
-        check_kv("float8_e4m3fn", "bfloat16", shape)
+    check_kv(EIGHT, "bfloat16", shape, (9, 0))
+    with pytest.raises(UserError, match=r"kv\.dtype: float8_e4m3fn needs a model in bfloat16"):
+        check_kv(EIGHT, "float16", shape)
     sections = dense_laws.sections(saved("v3")[0], graph={"prefill": "compiled"})
     with (
         pytest.raises(UserError, match=r"engine\.graph\.prefill: compiled cannot trace"),

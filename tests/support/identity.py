@@ -22,7 +22,7 @@ from worker.start.load import _load_weights
 
 RECORD = Path(__file__).with_name("identities.json")
 EIGHT_BITS = "float8_e4m3fn"
-WITHOUT_EIGHT_BITS = "tiny-oss", "tiny-latent"  # keys with a bias, and latents, lose too much
+WITHOUT_EIGHT_BITS = ("tiny-oss",)  # keys with a bias lose too much
 # Target and drafter; a drafter's directory is tiny-chain's, tiny-dflash's or the target's own.
 MODELS = (
     ("tiny", "none"),

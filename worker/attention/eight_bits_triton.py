@@ -71,6 +71,16 @@ def power_of(exponents):
 
 
 @triton.jit
+def exponent_for(amax):
+    """Of rows with these largest numbers, and what to multiply the rows by: i32, f32; see
+    eight_bits.quantized."""
+    bits = amax.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    exponent = tl.maximum(exponent, 1)
+    return exponent, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def queries_for_words(q_tile, DTYPE: tl.constexpr):
     """q_tile [rows, dims] in DTYPE, times a power of two a row that takes its largest number
     below 2^15; and the factors that undo that: [rows] f32."""

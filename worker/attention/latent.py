@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from worker.attention.base import AttentionCaps
-from worker.attention.qk_rope_store import Rotation
+from worker.attention.qk_rope_store import Rotation, store_rows_ref
 from worker.attention.reference import ReferenceAttention
+from worker.cache.eight_bits import E4M3, dequantized, exponents_of
 from worker.forward.batch import Batch
 from worker.ops.norms import rms_norm_ref
 from worker.ops.op import op
@@ -43,7 +44,7 @@ class LatentReference(ReferenceAttention):
     """
 
     caps: ClassVar[AttentionCaps] = AttentionCaps(
-        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        dtypes=ReferenceAttention.caps.dtypes,
         features=frozenset({"first_key"}),  # of a layer that drafts
         parts=1,
     )
@@ -85,20 +86,31 @@ def latent_rope_store_ref(
 
     q_rope: [num_tokens, num_heads, rotary_dim], strided, a head contiguous; num_heads may be 0.
     latents: [num_tokens, value_dim + rotary_dim], rows contiguous: latents before their norm, keys
-    before rope. rows: a layer's [num_pages, 1, page_size, value_dim + rotary_dim], written.
+    before rope. rows: a layer's [num_pages, 1, page_size, value_dim + rotary_dim], written; of
+    latents' dtype, or in eight bits: then a row's exponent is of both, rounded to that dtype.
     slot_mapping: see store_kv_ref. out: of q_rope's shape, strided, a head contiguous: q_rope
     itself, or the last numbers of the heads of absorbed queries.
     """
-    rotary_dim, page_size = rotation.table.shape[1], rows.shape[2]
+    rotary_dim = rotation.table.shape[1]
     latent, key = latents.split([latents.shape[1] - rotary_dim, rotary_dim], dim=-1)
     key = pairs_rope_ref(key.unsqueeze(1), rotation).squeeze(1)
     row = torch.cat((rms_norm_ref(latent, norm.weight, norm.eps), key), dim=-1)
-    pages = slot_mapping // page_size
-    rows[pages, 0, slot_mapping - pages * page_size] = row
+    store_rows_ref(row.unsqueeze(1), rows, slot_mapping)
     out.copy_(pairs_rope_ref(q_rope, rotation))
 
 
 latent_rope_store = op(latent_rope_store_ref)
+
+
+def read_rows(kept: Tensor, pages: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows of these pages as numbers of `dtype`: [len(pages) · page_size, width].
+
+    kept: a layer's [num_pages, 1, page_size, width], of that dtype or in eight bits.
+    """
+    if kept.dtype != E4M3:
+        return kept[:, 0].index_select(0, pages).flatten(0, 1)
+    values = kept[:, 0].view(torch.uint8).index_select(0, pages).view(E4M3).flatten(0, 1)
+    return dequantized(values, exponents_of(kept)[:, 0].index_select(0, pages).flatten(), dtype)
 
 
 def latent_absorb_store_ref(

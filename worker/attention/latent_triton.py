@@ -13,15 +13,18 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
+from worker.attention.eight_bits_triton import exponent_for, in_16_bits, power_of, weight_power
 from worker.attention.latent import LatentNorm, absorbs, expands
 from worker.attention.paged_plan_triton import FIELDS, PagedPlan, bound_of, item_at, plan_items
 from worker.attention.paged_tiles import MAX_SPLITS, PagedTiles
 from worker.attention.paged_triton import page_of, rows_at, scale_of, zero_padding
 from worker.attention.qk_rope_store import Rotation
+from worker.cache.eight_bits import E4M3
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported
 from worker.forward.batch import Batch, Bounds
 from worker.forward.context import current
+from worker.ops.e4m3_triton import to_e4m3
 from worker.ops.jit import (
     HAS_TRITON,
     INTERPRETED,
@@ -41,14 +44,16 @@ MANY_PARTS = 16  # so many are added up all at once, 64 columns a program
 @triton.jit
 def _latent_blocks(
     q_value, q_rope, rows, table, page, stride_page, begin, end, limit, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, VALUE: tl.constexpr, ROPE: tl.constexpr,
-    PAGE: tl.constexpr, FIRST_KEY: tl.constexpr,
+    DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, VALUE: tl.constexpr,
+    ROPE: tl.constexpr, PAGE: tl.constexpr, FIRST_KEY: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys begin..end - 1, not yet divided: sums, sums of weights, highest.
 
-    q_value, q_rope: [BLOCK_M, VALUE], [BLOCK_M, ROPE]; limit: the last key that a row sees.
+    q_value, q_rope: [BLOCK_M, VALUE], [BLOCK_M, ROPE]; limit: the last key that a row sees. Of rows
+    in eight bits scores and weights take the power, with the same bits as rows would. Exponents are
+    loaded a block before their use: Triton overlaps no loads of single bytes.
     """
-    DTYPE: tl.constexpr = rows.dtype.element_ty
+    EIGHT: tl.constexpr = rows.dtype.element_ty == tl.float8e4nv
     ROW: tl.constexpr = VALUE + ROPE
     block, of_value, of_rope = tl.arange(0, BLOCK_N), tl.arange(0, VALUE), tl.arange(0, ROPE)
     acc = tl.zeros((BLOCK_M, VALUE), tl.float32)
@@ -58,6 +63,9 @@ def _latent_blocks(
         page = page.to(tl.int64)
     else:
         page = page_of(table, begin, begin + block, end, PAGE, BLOCK_N)
+    if EIGHT:
+        first = rows.to(tl.pointer_type(tl.uint8)) + PAGE * ROW  # beyond the last key: any byte
+        loaded = tl.load(rows_at(first, page, begin, block, stride_page, 1, PAGE, BLOCK_N))
     for key in range(bound_of(begin), bound_of(end), BLOCK_N):
         keys = key + block
         at = rows_at(rows, page, key, block, stride_page, ROW, PAGE, BLOCK_N)[:, None]
@@ -67,10 +75,16 @@ def _latent_blocks(
         value = tl.load(at + of_value[None, :], mask=inside, other=0.0)
         rope = tl.load(at + VALUE + of_rope[None, :], mask=inside, other=0.0)
         page = page_of(table, key + BLOCK_N, keys + BLOCK_N, end, PAGE, BLOCK_N)
+        if EIGHT:
+            exponents, after = loaded, key + BLOCK_N
+            loaded = tl.load(rows_at(first, page, after, block, stride_page, 1, PAGE, BLOCK_N))
+            value, rope = in_16_bits(value, DTYPE), in_16_bits(rope, DTYPE)
         if INTERPRETED:
             value, rope = value.to(tl.float32), rope.to(tl.float32)
         scores = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
         scores = tl.dot(q_value, tl.trans(value), scores, input_precision="ieee") * scale
+        if EIGHT:
+            scores *= power_of(exponents)[None, :]
         scores = tl.where(keys[None, :] <= limit[:, None], scores, float("-inf"))
         if FIRST_KEY:
             scores = tl.where((keys >= FIRST_KEY)[None, :], scores, float("-inf"))
@@ -82,6 +96,8 @@ def _latent_blocks(
         p = p.to(DTYPE)
         if INTERPRETED:
             p = p.to(tl.float32)
+        if EIGHT:
+            p *= weight_power(exponents.to(tl.int32), 0).to(p.dtype)[None, :]
         acc = tl.dot(p, value, acc * shrink[:, None], input_precision="ieee")
         top = higher
     return acc, tl.sum(weight, 1), top
@@ -100,7 +116,8 @@ def _latent_kernel(
     MANY: requests may have several tiles. Later tiles see more keys, so the last ones go first.
 
     q: [num_tokens, HEADS, VALUE + ROPE], rows stride_q apart; out: [num_tokens, HEADS, VALUE].
-    rows: [pages, PAGE, VALUE + ROPE], pages stride_page apart. scale: for exp2.
+    rows: [pages, PAGE, VALUE + ROPE], pages stride_page apart, of q's dtype or in eight bits.
+    scale: for exp2.
     partial: f32 [items, BLOCK_M, VALUE]; stats: f32 [items, 2, BLOCK_M], highest and weight.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
@@ -124,8 +141,8 @@ def _latent_kernel(
             q_value, q_rope = q_value.to(tl.float32), q_rope.to(tl.float32)
         acc, weight, top = _latent_blocks(  # type: ignore[misc]
             q_value, q_rope, rows, page_table + req.to(tl.int64) * stride_table, page, stride_page,
-            begin, end, past + row // HEADS, scale, BLOCK_M, BLOCK_N, VALUE, ROPE, PAGE,
-            FIRST_KEY,
+            begin, end, past + row // HEADS, scale, q.dtype.element_ty, BLOCK_M, BLOCK_N, VALUE,
+            ROPE, PAGE, FIRST_KEY,
         )  # fmt: skip
         if cut // 256 % 256 == 1:
             whole = acc / tl.where(weight > 0, weight, 1.0)[:, None]  # 0 where there is no key
@@ -283,7 +300,7 @@ class LatentTriton(PoolAttention):
 
     caps: ClassVar[AttentionCaps] = AttentionCaps(
         devices=frozenset({"cuda", "cpu"} if INTERPRETED else {"cuda"}),
-        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        dtypes=frozenset({"float32", "bfloat16", "float16", "float8_e4m3fn"}),
         page_sizes=frozenset(1 << i for i in range(13)),
         features=frozenset({"first_key"}),
         parts=1,
@@ -326,15 +343,26 @@ class LatentTriton(PoolAttention):
 
 
 @triton.jit
-def _turn(
-    source, to, known, cos, sin, ROPE: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr
+def _turned(
+    source, known, cos, sin, ROPE: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr
 ):  # fmt: skip
-    """Rotate pairs of neighbours; source, to, known: [ROWS, 1], of rows of ROPE numbers."""
+    """Pairs of neighbours, rotated; source, known: [ROWS, 1], of rows of ROPE numbers.
+
+    Also where they stand in their rows, and which are there.
+    """
     at = tl.arange(0, 2 * PAIRS)[None, :]
     known &= at < ROPE
     x = tl.load(source + at, mask=known, other=0.0).to(tl.float32)
     first, second = tl.split(tl.reshape(x, (ROWS, PAIRS, 2)))
-    turned = tl.interleave(first * cos - second * sin, second * cos + first * sin)
+    return tl.interleave(first * cos - second * sin, second * cos + first * sin), at, known
+
+
+@triton.jit
+def _turn(
+    source, to, known, cos, sin, ROPE: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    """Store what `_turned` makes."""
+    turned, at, known = _turned(source, known, cos, sin, ROPE, ROWS, PAIRS)  # type: ignore[misc]
     tl.store(to + at, turned.to(to.dtype.element_ty), mask=known)
 
 
@@ -353,7 +381,7 @@ def _latent_rope_store_kernel(
     NOPE: numbers of a head before q_rope's, which products take into the space of latents, before
     `out`: BLOCK_T tokens and COLUMNS of a head with keys [HEADS, NOPE, VALUE]; 0: they do not.
     """
-    DTYPE: tl.constexpr = rows.dtype.element_ty
+    DTYPE: tl.constexpr = out.dtype.element_ty
     program, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     if NOPE:
         product = tl.program_id(0) - num_tokens * PARTS
@@ -392,10 +420,23 @@ def _latent_rope_store_kernel(
         x = x * tl.rsqrt(tl.sum(x * x, 0) / VALUE + eps)
         by = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
         normed = x.to(weight.dtype.element_ty).to(tl.float32) * by
-        tl.store(row + at, normed.to(DTYPE), mask=inside)
         one = tl.zeros((1, 1), tl.int32)
         key = latent + VALUE + one
-        _turn(key, row + VALUE + one, one == 0, cos, sin, ROPE, 1, PAIRS)  # pyright: ignore
+        if rows.dtype.element_ty == tl.float8e4nv:
+            normed = normed.to(DTYPE).to(tl.float32)
+            rope, of_rope, known = _turned(  # type: ignore[misc]
+                key, one == 0, cos, sin, ROPE, 1, PAIRS
+            )
+            rope = rope.to(DTYPE).to(tl.float32)
+            amax = tl.maximum(tl.max(tl.abs(normed), 0), tl.max(tl.abs(rope)))
+            exponent, inverse = exponent_for(amax)  # type: ignore[misc]
+            tl.store(row + at, to_e4m3(normed * inverse), mask=inside)
+            tl.store(row + VALUE + of_rope, to_e4m3(rope * inverse), mask=known)
+            exponents = rows.to(tl.pointer_type(tl.uint8)) + slot // PAGE * stride_page
+            tl.store(exponents + PAGE * (VALUE + ROPE) + slot % PAGE, exponent.to(tl.uint8))
+        else:
+            tl.store(row + at, normed.to(DTYPE), mask=inside)
+            _turn(key, row + VALUE + one, one == 0, cos, sin, ROPE, 1, PAIRS)  # pyright: ignore
     else:
         head = ((part - 1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
         source = q_rope + token * stride_q + head * stride_q_head
@@ -419,7 +460,8 @@ def latent_rope_store_triton(
     assert rows.shape[1:] == (1, rows.shape[2], value + rope)
     assert rows.stride()[2:] == (value + rope, 1)
     assert q_rope.stride(2) == out.stride(2) == latents.stride(1) == 1
-    assert q_rope.dtype == out.dtype == latents.dtype == rows.dtype
+    assert q_rope.dtype == out.dtype == latents.dtype
+    assert rows.dtype in (latents.dtype, E4M3)
     assert rotation.table.is_contiguous()
     assert rotation.table.shape[1] == rope
     parts, nope = 1 + -(-num_heads // STORED_HEADS), 0 if keys is None else keys.shape[1]

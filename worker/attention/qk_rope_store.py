@@ -35,15 +35,18 @@ def store_kv_ref(k: Tensor, v: Tensor, caches: tuple[Tensor, ...], slot_mapping:
     caches: k_cache, v_cache: [num_pages, num_kv_heads, page_size, head_dim], strided, written.
     slot_mapping: [num_tokens] i64. Slots repeat on page 0 only (padded rows), where any may win.
     """
-    page_size = caches[0].shape[2]
-    pages = slot_mapping // page_size
-    offsets = slot_mapping - pages * page_size
     for cache, rows in zip(caches, (k, v), strict=True):
-        if cache.dtype == E4M3:
-            values, exponents = quantized(rows)
-            exponents_of(cache).transpose(1, 2)[pages, offsets] = exponents
-            cache, rows = cache.view(torch.uint8), values.view(torch.uint8)
-        cache.transpose(1, 2)[pages, offsets] = rows
+        store_rows_ref(rows, cache, slot_mapping)
+
+
+def store_rows_ref(rows: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    """One of store_kv_ref's two; rows: [num_tokens, num_kv_heads, head_dim]."""
+    pages, offsets = slot_mapping // cache.shape[2], slot_mapping % cache.shape[2]
+    if cache.dtype == E4M3:
+        values, exponents = quantized(rows)
+        exponents_of(cache).transpose(1, 2)[pages, offsets] = exponents
+        cache, rows = cache.view(torch.uint8), values.view(torch.uint8)
+    cache.transpose(1, 2)[pages, offsets] = rows
 
 
 class Rotation(NamedTuple):

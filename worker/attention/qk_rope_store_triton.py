@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from worker.attention.eight_bits_triton import exponent_for
 from worker.attention.qk_rope_store import HeadNorms, Rotation
 from worker.cache.eight_bits import E4M3
 from worker.ops.e4m3_triton import to_e4m3
@@ -32,10 +33,8 @@ def _store_rows(cache, start, exponents, of_head, lanes, a, b, both, HALF: tl.co
     if cache.dtype.element_ty == tl.float8e4nv:
         a, b = a.to(tl.float32), b.to(tl.float32)
         amax = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
-        bits = amax.to(tl.int32, bitcast=True)
-        exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-        exponent = tl.maximum(exponent, 1)
-        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+        exponent, inverse = exponent_for(amax)  # type: ignore[misc]
+        inverse = inverse[:, None]
         tl.store(to, to_e4m3(a * inverse), mask=both)
         tl.store(to + HALF, to_e4m3(b * inverse), mask=both)
         at = cache.to(tl.pointer_type(tl.uint8)) + exponents + of_head

@@ -33,7 +33,7 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 def dequantized(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     """What `quantized` has made, [.., head_dim] of `dtype`, which is bf16 or f32."""
     scales = (exponents.to(torch.int32) << 23).view(torch.float32)
-    return (values.float() * scales.unsqueeze(-1)).to(dtype)
+    return values.to(dtype).mul_(scales.to(dtype).unsqueeze(-1))  # exact in either
 
 
 def fill_noise(view: Tensor, generator: torch.Generator | None = None) -> None:

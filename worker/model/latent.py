@@ -23,6 +23,7 @@ from worker.attention.latent import (
     latent_absorb_store,
     latent_rope_store,
     latent_values,
+    read_rows,
 )
 from worker.attention.qk_rope_store import Rotation
 from worker.config.checkpoint.shape import LayerShape
@@ -155,7 +156,7 @@ class LatentAttention(nn.Module):
             context.attention.forward(x, self.layer_id, out)
         elif expands(context.batch):
             (kept,) = context.attention.kv(self.layer_id)
-            self._expand(self._queries(x), kept[:, 0], context.batch, out)
+            self._expand(self._queries(x), kept, context.batch, out)
         else:
             absorbed_q = self._absorbed(self._queries(x))
             means = context.attention.forward(absorbed_q, self.layer_id)
@@ -170,18 +171,18 @@ class LatentAttention(nn.Module):
     def _expand(self, q: Tensor, kept: Tensor, batch: Batch, out: Tensor) -> None:
         """The expanded form, request by request and some heads at a time.
 
-        q: [num_tokens, num_heads, query_dim], rotated; kept: [num_pages, page_size, width]; out:
+        q: [num_tokens, num_heads, query_dim], rotated; kept: [num_pages, 1, page_size, width]; out:
         [num_tokens, num_heads, value_dim]. The batch's lengths are known to the host.
         """
         assert batch.host is not None
-        start, page_size = 0, kept.shape[1]
+        start, page_size = 0, kept.shape[2]
         for i, (count, length) in enumerate(
             zip(batch.host.query_lens, batch.host.seq_lens, strict=True)
         ):
             if not count:
                 continue
             pages = batch.page_table[i, : -(-length // page_size)]
-            rows = kept.index_select(0, pages).flatten(0, 1)[:length]
+            rows = read_rows(kept, pages, q.dtype)[:length]
             queries = q[start : start + count].transpose(0, 1)
             results = out[start : start + count].transpose(0, 1)
             step = max(1, MAX_EXPANDED // length)

@@ -104,8 +104,6 @@ def check_kv(
         raise UserError(
             f"{path}: {dtype} is served {ON_GPUS}, and this one has {has}; {remedy}", path
         )
-    if shape.latent is not None:
-        raise UserError(f"{path}: {dtype} keeps no latents of attention (MLA); {remedy}", path)
     if shape.features.qkv_bias:
         raise UserError(
             f"{path}: {dtype} loses too much of keys with a bias, whose channels differ by far; "
