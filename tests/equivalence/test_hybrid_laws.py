@@ -174,7 +174,7 @@ def test_replays_change_nothing(
     config = sections("always", max_prefill_tokens=128, max_num_reqs=6)
     config = of_model(config, sparse=sparse)
     config["spec"] = {"overlap": chunks == "pieces", **spec}
-    few = {"num_pages": 28, "growth_tokens": 1}
+    few = {"num_pages": 20, "growth_tokens": 1}
     made = Lockstep(config, decode_sections={"engine": few})
     try:
         replay(made, steps=True, chunks=chunks)
