@@ -6,6 +6,7 @@ around it, and llguidance gets the rest of the schema.
 
 import json
 import math
+from decimal import Decimal
 from typing import Any, cast
 
 from router.text.bounded import MAX_WORK
@@ -78,9 +79,15 @@ def _bound(
         raise Unkept(at(path, inclusive), f"grammars count from -{EDGE} to {EDGE}")
     within = max(bound, -EDGE)
     near = float(within)
-    near = math.nextafter(near, math.inf) if near < within else near
+    while min(near, near if whole else _written(near)) < within:
+        near = math.nextafter(near, math.inf)
     kept = sign * (int(near) if near.is_integer() else near)
     return sign * bound, (exclusive if strict and near == bound else inclusive, kept)
+
+
+def _written(near: float) -> float | Decimal:
+    """A bound of a `number` as llguidance writes it: as few digits as tell the double apart."""
+    return near if abs(near) < EXACT else Decimal(repr(near))
 
 
 def exact_part(schema: Schema) -> str | None:

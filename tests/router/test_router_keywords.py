@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
@@ -86,6 +86,8 @@ SIDES = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
     st.dictionaries(st.sampled_from(SIDES), ENDS, min_size=1),
     st.sampled_from(["integer", "number"]),
 )
+@example({"minimum": (1 << 56) - 7, "maximum": 1 << 56}, "number")  # 2^56 is written ...940
+@example({"minimum": -(1 << 56), "exclusiveMaximum": 7 - (1 << 56)}, "number")
 def test_whatever_bounds_allow_is_within_them(sides: dict[str, int], kind: str) -> None:
     schema = {"type": kind, **sides}
     try:

@@ -61,9 +61,9 @@ ROOT_FILES = 13  # of worker, __init__ among them
 # What grows unseen if nothing caps it; `tests.support.structure` prints the figures.
 MAX = {
     "worker": 38_720,
-    "router": 16_750,
+    "router": 16_760,
     "cluster": 7_650,
-    "product": 63_120,
+    "product": 63_130,
     "tests": 69_600,
     "benchmarks": 10_110,
     "tests / product": 1.11,
