@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvlane.router")
 
 BEAT_S = 1.0
-# Of the interpreter. Every 0.1 ms, as in a worker, changes of threads are a fifth of a request.
+# Of the interpreter. With a worker's 0.1 ms a fifth of a request's CPU is changes of threads.
 SWITCH_INTERVAL_S = 4e-4
 DRAIN_TIMEOUT_S = 5.0  # for the loop to get to it
 ANSWER_TIMEOUT_S = 30.0  # of a loop that turns
@@ -264,7 +264,7 @@ class RouterServer:
         me = f"{place.name}/{place.incarnation}"
         wire = Wire(me, settings.ping, arrivals.put, keyring=self._keyring)
         wire.start()
-        sys.setswitchinterval(SWITCH_INTERVAL_S)  # workers' is shorter
+        sys.setswitchinterval(SWITCH_INTERVAL_S)  # start() has set a worker's
         garbage.postpone()
         try:
             config = settings.router

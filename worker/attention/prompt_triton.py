@@ -228,7 +228,7 @@ def _has_room(x: Tensor) -> bool:
 def hopper_serves(k_cache: Tensor, shape: AttentionShape) -> bool:
     """Whether prompt_gluon's kernel runs for such layers, of those that `serves` is true for.
 
-    Windows stay with this file's: a tile of a short one is done before the other's loads pay.
+    Windows and caps stay with this file's, as the other has none.
     """
     known = shape.head_dim in (64, 128) and not shape.cap and shape.mask == CAUSAL
     return known and not INTERPRETED and is_hopper(k_cache)
