@@ -21,6 +21,7 @@ import argparse
 import itertools
 import logging
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -221,7 +222,8 @@ def main() -> None:
         decodes = options.phase == "decode"
         num, draws = (16, 20) if decodes else (options.prompt_len, 1)
         draw = Case(num_reqs, num, "greedy").draws(draws)
-        profile(options.profile, lambda: bench.generate(num_reqs, num, draw, seed=99))
+        work = partial(bench.generate, num_reqs, num, draw, 99)
+        profile(options.profile, work, 1 if decodes else options.repeat)
     graph, attention = engine.config.engine.graph, engine.config.engine.attention
     about = {"graph": graph.model_dump(), "attention": attention.model_dump()}
     about |= {"options": shown(options), "read_bytes_per_s": bandwidth, "steps": rows}

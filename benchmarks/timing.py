@@ -1,6 +1,8 @@
 """Clocks and speeds of the device that benchmarks run on, a GPU or else the CPU."""
 
 import argparse
+import json
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+# Kernels by what they are for: ours, cuBLAS's, cuDNN's.
+KERNELS = {
+    "products": "gemm|nvjet|cutlass|grouped|packed",
+    "attention": "_(prompt|attend|latent|merge)_kernel|sdpa|fmha",
+}
 WARM_UP = 5  # replays that are not counted
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -123,9 +130,31 @@ def kernels_us(work: Callable[[], object], num_layers: int) -> dict[str, float]:
     return parts
 
 
-def profile(path: Path, work: Callable[[], object]) -> None:
-    """Write a chrome trace of `work`, the second time that it is done."""
+def profile(path: Path, work: Callable[[], object], times: int = 1) -> None:
+    """Write a chrome trace of `work`, done once before; prints what a GPU's time went to."""
     work()
     with torch.profiler.profile() as trace:
-        work()
+        for _ in range(times):
+            work()
     trace.export_chrome_trace(str(path))
+    if parts := kernel_parts(json.loads(path.read_text())["traceEvents"]):
+        total = sum(parts.values())
+        of = (f"{name} {us / 1e3 / times:.2f} ms ({us / total:.1%})" for name, us in parts.items())
+        print(", ".join(of))
+
+
+def kernel_parts(events: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Microseconds from the first kernel to the last one's end, by KERNELS, others and gaps.
+
+    A kernel counts from the end of all before it: it may have begun by then, and waited.
+    """
+    ran = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    ran.sort(key=lambda event: event["ts"])
+    parts, end = dict.fromkeys((*KERNELS, "others", "gaps"), 0.0), ran[0]["ts"] if ran else 0.0
+    for event in ran:
+        begin, until = max(event["ts"], end), event["ts"] + event["dur"]
+        of = (name for name, pattern in KERNELS.items() if re.search(pattern, event["name"]))
+        parts["gaps"] += begin - end
+        parts[next(of, "others")] += max(until - begin, 0.0)
+        end = max(end, until)
+    return parts if ran else {}

@@ -17,6 +17,7 @@ from benchmarks.gpu_cluster import loads, make_model, serve_config
 from benchmarks.instruments import Bench, add_engine_options, build
 from benchmarks.load import options as of_load
 from benchmarks.load.words import Words
+from benchmarks.timing import kernel_parts
 from cluster.config import load
 from cluster.resolve import with_devices
 from router.text.tokenizer import Text
@@ -119,6 +120,17 @@ def test_a_batch_takes_a_prefill_step_and_a_decode_step_a_token() -> None:
 
 
 @pytest.mark.whole
+def test_a_trace_s_time_is_shared_out_once() -> None:
+    """A kernel that waits beside the one before it counts from that one's end."""
+    rows = [("_rms_norm_kernel", 10, 2), ("_prompt_kernel", 14, 5), ("nvjet_sm90_tst", 15, 8),
+            ("_skinny_gemm_kernel", 22, 0.5)]  # fmt: skip
+    events = [{"cat": "kernel", "name": name, "ts": ts, "dur": dur} for name, ts, dur in rows]
+    events.append({"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 99})
+    wanted = {"products": 4, "attention": 5, "others": 2, "gaps": 2}
+    assert kernel_parts(events[::-1]) == wanted
+    assert kernel_parts(events[-1:]) == {}
+
+
 def test_a_made_model_says_a_piece_of_text_for_every_token(tmp_path: Path) -> None:
     make_model(MODELS / "qwen3-8b.json", tmp_path)
     text = Text(tmp_path)
