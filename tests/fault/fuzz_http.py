@@ -10,6 +10,8 @@ leave. Prints what was sent and answered, and how a well-behaved client beside i
 multiple of how it fares beside as many honest requests a second, of which as many generate, since
 on few cores any requests slow others down. --keys: that client and the fuzzer each have an API key.
 --attacks: then what `tests.fault.http_attacks` and `stored_attacks` do; with a word, what it names.
+--elsewhere: a second cluster on this machine gets them, so that what the client then waits longer
+is what any program costs it that works as much.
 
 Exits with 1, and keeps the request in a file, if an answer is a 5xx (but 503 with Retry-After), is
 not in OpenAI's form or never comes, if a process ends or is replaced, if that client fails or gets
@@ -30,7 +32,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.e2e.harness import enter_namespace_of
+from tests.e2e.harness import Serve, enter_namespace_of
 from tests.e2e.raw import Connection
 from tests.e2e.shared import BRIEF
 from tests.fault.crowd_attacks import CROWDS, indenting_model
@@ -203,6 +205,17 @@ def told(answers: Answers, took_s: float) -> Iterator[str]:
     yield f"  answered: {dict(sorted(answers.statuses.items()))}"
 
 
+@contextlib.contextmanager
+def another_cluster(*arguments: str) -> Iterator[int]:
+    """Its port; it ends with the body."""
+    with tempfile.TemporaryDirectory(prefix="kvl-", dir="/tmp") as root:
+        serve = Serve(Path(root), port=8100).start(*arguments)
+        try:
+            yield serve.wait_ready().port
+        finally:
+            serve.end()
+
+
 def main(argv: Sequence[str]) -> int:
     parser = parser_of(__doc__, "requests")
     parser.add_argument("--keys", action="store_true", help="each of them has an API key")
@@ -210,6 +223,7 @@ def main(argv: Sequence[str]) -> int:
         "--attacks", nargs="?", const="", help="also floods of large things: whose names have this"
     )
     parser.add_argument("--crowds", action="store_true", help="of one client: crowd_attacks alone")
+    parser.add_argument("--elsewhere", action="store_true", help="at a second cluster")
     args = parser.parse_args(argv)
     with tempfile.NamedTemporaryFile("w") as keys, ExitStack() as stack:
         keys.write(KEYS)
@@ -219,6 +233,7 @@ def main(argv: Sequence[str]) -> int:
             root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvl-", dir="/tmp")))
             more += ("--set", f"model.path={indenting_model(root)}")
             more += ("--set", "model.max_model_len=1024")
+        port = stack.enter_context(another_cluster(*BRIEF, *more)) if args.elsewhere else None
         serve, watched = stack.enter_context(watched_cluster(args, *BRIEF, *more))
         fuzzing = fuzz(
             watched, seconds=args.seconds, num=args.requests, seed=args.seed, rate=args.rate
@@ -232,7 +247,7 @@ def main(argv: Sequence[str]) -> int:
         rows = CROWDS if args.crowds else (*ATTACKS, *STORED)
         if args.attacks is not None or args.crowds:
             rows = [row for row in rows if (args.attacks or "") in row[0]]
-            for made in attack(watched, attacks=rows, twin=args.crowds):
+            for made in attack(watched, attacks=rows, twin=args.crowds and not port, port=port):
                 print(made, flush=True)
                 breaches += made.breaches
         breaches += watched.breaches()

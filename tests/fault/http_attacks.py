@@ -248,11 +248,17 @@ def _ended(url: str) -> tuple[int, int]:
 
 
 def attack(
-    watched: Watched, sizes: Sizes = Sizes(), attacks: Rows = ATTACKS, *, twin: bool = False
+    watched: Watched,
+    sizes: Sizes = Sizes(),
+    attacks: Rows = ATTACKS,
+    *,
+    twin: bool = False,
+    port: int | None = None,
 ) -> Iterator[Attack]:
     """All of them, one after another. On few cores their own work must not slow others down.
 
-    twin: afterwards somebody honest asks for what each was served, as fast.
+    twin: afterwards somebody honest asks for what each was served, as fast. port: of another
+    cluster, where attacks go to; None: to the one that is watched.
     """
     for name, made, expected in attacks:
         watched.rest()
@@ -261,7 +267,7 @@ def attack(
             looking = asyncio.create_task(_look(watched))
             found, began = list[Told](), time.monotonic()
             while not found or time.monotonic() - began < sizes.least_s:
-                found += await made(watched.serve.port, sizes)
+                found += await made(watched.serve.port if port is None else port, sizes)
             looking.cancel()
             return found
 
