@@ -2,7 +2,7 @@
 
 A program stays on its multiprocessor and takes tile after tile. One warp loads by TMA; two groups
 of four warps have half a tile's 128 rows. While the tensor cores add up a block's values and score
-the next keys, a group takes the weights of the scores before; with heads of 128 by turns.
+the next keys, a group takes the weights of the scores before; with heads of 128 and 256 by turns.
 
 What holds of a row's bits holds here, too: blocks begin at the same keys wherever a prompt is cut.
 """
@@ -31,9 +31,9 @@ from worker.attention.prompt_triton import BLOCK_M, BLOCKS_N, PromptKernel, Prom
 from worker.ops.jit import num_sms
 
 ROWS = gl.constexpr(64)  # of a group
-STAGES = {64: 4, 128: 2}  # blocks of keys on the multiprocessor, by head_dim; as many of values
+STAGES = {64: 4, 128: 2, 256: 2}  # blocks of keys on chip, by head_dim; as many of values
 # By head_dim. 32768 tokens, 32 heads, with and without: of 128 14.5 and 14.7 ms, 64 10.1 and 9.9.
-TURNS = {64: False, 128: True}
+TURNS = {64: False, 128: True, 256: True}
 TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 # Registers of a thread of the second group, and of the warp that loads.
 COMPUTES, LOADS = gl.constexpr(240), gl.constexpr(24)

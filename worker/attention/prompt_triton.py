@@ -230,7 +230,7 @@ def hopper_serves(k_cache: Tensor, shape: AttentionShape) -> bool:
 
     Windows and caps stay with this file's, as the other has none.
     """
-    known = shape.head_dim in (64, 128) and not shape.cap and shape.mask == CAUSAL
+    known = shape.head_dim in (64, 128, 256) and not shape.cap and shape.mask == CAUSAL
     return known and not INTERPRETED and is_hopper(k_cache)
 
 
