@@ -19,6 +19,11 @@ pytestmark = [pytest.mark.gpu(1), pytest.mark.skipif(not HOPPER, reason="needs H
 # Heads and rows of padding; other numbers of heads are other kernels, 2 s to compile.
 SHAPES = [((8, 2), 40), ((14, 2), 0), ((4, 4), 1)]
 SINKS: list[dict[str, Any]] = [{}, {"sinks": True}]
+WINDOWS: list[dict[str, Any]] = [
+    {"mask": KeyMask(window=1000)},
+    {"mask": KeyMask(window=50), "sinks": True},
+]
+NAMES = "plain", "sinks", "window", "window, sinks"
 
 
 def chosen(case: plain.Case, **options: Any) -> Any:
@@ -33,14 +38,13 @@ def chosen(case: plain.Case, **options: Any) -> Any:
     return attention
 
 
-@pytest.mark.parametrize("options", [{"mask": KeyMask(window=1000)}, {"cap": 20.0}])
-def test_what_it_lacks_stays_with_triton_s(options: dict[str, Any]) -> None:
-    assert plain.backend("triton", plain.make([(0, 1300)]), **options).prompt_kernel is None
+def test_what_it_lacks_stays_with_triton_s() -> None:
+    assert plain.backend("triton", plain.make([(0, 1300)]), cap=20.0).prompt_kernel is None
     odd = plain.make([(0, 1300)], head_dim=96)
     assert plain.backend("triton", odd).prompt_kernel is None
 
 
-@pytest.mark.parametrize("options", SINKS, ids=["plain", "sinks"])
+@pytest.mark.parametrize("options", SINKS + WINDOWS, ids=NAMES)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_it_matches_the_reference(dtype: str, head_dim: int, options: dict[str, Any]) -> None:
@@ -81,7 +85,7 @@ def test_the_queries_may_be_part_of_longer_rows(head_dim: int) -> None:
     assert torch.equal(plain.attend(attention, case), whole)
 
 
-@pytest.mark.parametrize("options", SINKS, ids=["plain", "sinks"])
+@pytest.mark.parametrize("options", SINKS + WINDOWS, ids=NAMES)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_neither_cuts_nor_neighbours_change_a_bit(head_dim: int, options: dict[str, Any]) -> None:
     case = plain.make([(0, 5200), (100, 1100)], (32, 8), head_dim, 64, padded_reqs=0, padded_rows=0)

@@ -130,12 +130,15 @@ def _loads(
 @gluon.jit
 def _weights(
     scores, weight, top, key, position, scale,
-    MASKED: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr,
+    MASKED: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Online softmax over one block; without MASKED every row sees all of its keys."""
     if MASKED:
         at = (key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT)))[None, :]
-        scores = gl.where(at <= position[:, None], scores, float("-inf"))
+        seen = at <= position[:, None]
+        if WINDOW:
+            seen &= at > position[:, None] - WINDOW
+        scores = gl.where(seen, scores, float("-inf"))
     higher = gl.maximum(top, gl.max(scores, 1) * scale)
     base = higher
     if MASKED:
@@ -155,8 +158,9 @@ def _by_lane(p, BLOCK_N: gl.constexpr):
 @gluon.jit
 def _blocks(
     acc, p, weight, top, step, begin, stop, end, position, scale, q_tile, tiles, full, free,
-    NUMBER: gl.constexpr, MASKED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr, WEIGHTS: gl.constexpr,
+    NUMBER: gl.constexpr, MASKED: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr,
+    WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """The keys begin..stop - 1. `p` is of the block before, whose values are still to be added."""
     _, k_tiles, v_tiles = tiles
@@ -176,7 +180,7 @@ def _blocks(
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_free.index(stage), count=1)
         weights, shrink, weight, top = _weights(
-            scores, weight, top, key, position, scale, MASKED, BLOCK_N, SCORES
+            scores, weight, top, key, position, scale, MASKED, BLOCK_N, WINDOW, SCORES
         )
         p = gl.convert_layout(weights.to(p.dtype), WEIGHTS)
         step += 1
@@ -193,7 +197,7 @@ def _blocks(
 def _group(
     out, items, counts, sinks, scale, tiles, full, free, NUMBER: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, HEADS: gl.constexpr,
-    FIELDS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    FIELDS: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """A group of warps that multiply, by number."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -240,23 +244,26 @@ def _group(
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_free.index(stage), count=1)
             weights, _, weight, top = _weights(
-                scores, weight, top, begin, position, scale, True, BLOCK_N, SCORES
+                scores, weight, top, begin, position, scale, True, BLOCK_N, WINDOW, SCORES
             )
             p = gl.convert_layout(weights.to(out.dtype.element_ty), WEIGHTS)
             step += 1
             begin += BLOCK_N
             mbarrier.wait(k_full.index(step % STAGES), step // STAGES & 1, pred=begin < end)
-            # Blocks before all rows of the group need no mask.
+            # Blocks before all rows of the group, and in the windows of all, need no mask.
+            inside = begin
+            if WINDOW:
+                inside = gl.cdiv(gl.maximum(past + first + ROWS - WINDOW, 0), BLOCK_N) * BLOCK_N
+                inside = gl.maximum(gl.minimum(inside, end), begin)
             seen = gl.minimum(gl.maximum(past + first + 1, 0) // BLOCK_N * BLOCK_N, end)
-            seen = gl.maximum(seen, begin)
-            acc, p, weight, top, step = _blocks(
-                acc, p, weight, top, step, begin, seen, end, position, scale, q_tile, tiles, full,
-                free, NUMBER, False, BLOCK_N, STAGES, TURNS, SCORES, RESULT, WEIGHTS,
-            )  # fmt: skip
-            acc, p, weight, top, step = _blocks(
-                acc, p, weight, top, step, seen, end, end, position, scale, q_tile, tiles, full,
-                free, NUMBER, True, BLOCK_N, STAGES, TURNS, SCORES, RESULT, WEIGHTS,
-            )  # fmt: skip
+            stops = inside, gl.maximum(seen, inside), end
+            for part in gl.static_range(0 if WINDOW else 1, 3):
+                acc, p, weight, top, step = _blocks(
+                    acc, p, weight, top, step, begin, stops[part], end, position, scale, q_tile,
+                    tiles, full, free, NUMBER, part != 1, BLOCK_N, WINDOW, STAGES, TURNS, SCORES,
+                    RESULT, WEIGHTS,
+                )  # fmt: skip
+                begin = stops[part]
             mbarrier.arrive(q_free.index(NUMBER), count=1)
             before = (step - 1) % STAGES
             mbarrier.wait(v_full.index(before), (step - 1) // STAGES & 1)
@@ -300,7 +307,8 @@ def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
 def _prompt_kernel(
     q, out, keys, values, items, counts, first_rows, sinks, num_tokens, num_rows, scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr,
-    HEADS: gl.constexpr, FIELDS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    HEADS: gl.constexpr, FIELDS: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """Grid (multiprocessors,).
 
@@ -321,11 +329,11 @@ def _prompt_kernel(
         [
             (_group, (
                 out, items, counts, sinks, scale, tiles, full, free, 0,
-                BLOCK_M, BLOCK_N, HEAD_DIM, HEADS, FIELDS, STAGES, TURNS,
+                BLOCK_M, BLOCK_N, HEAD_DIM, HEADS, FIELDS, WINDOW, STAGES, TURNS,
             )),
             (_group, (
                 out, items, counts, sinks, scale, tiles, full, free, 1,
-                BLOCK_M, BLOCK_N, HEAD_DIM, HEADS, FIELDS, STAGES, TURNS,
+                BLOCK_M, BLOCK_N, HEAD_DIM, HEADS, FIELDS, WINDOW, STAGES, TURNS,
             )),
             (_loads, (
                 q, keys, values, items, counts, first_rows, num_rows, tiles, full, free,
@@ -360,7 +368,8 @@ def _describe_keys(rows: Tensor) -> TensorDescriptor:
 def _launch(q: Tensor, out: Tensor, plan: PromptPlan, sinks: Tensor | None) -> None:
     num_tokens, num_heads, head_dim = q.shape
     rows = q.as_strided((num_tokens, num_heads * head_dim), (q.stride(0), 1))
-    constants = constants_of(num_heads, num_heads // plan.gathered.shape[1], head_dim)
+    window = plan.paged.shape.mask.window or 0
+    constants = constants_of(num_heads, num_heads // plan.gathered.shape[1], head_dim, window)
     _prompt_kernel[(min(num_sms(q.device), plan.paged.tiles.programs),)](
         _describe(rows, ROWS.value, head_dim), out, plan.keys, plan.values, plan.paged.items,
         plan.paged.counts, plan.first_rows, sinks, num_tokens, plan.gathered.shape[2],
@@ -368,11 +377,12 @@ def _launch(q: Tensor, out: Tensor, plan: PromptPlan, sinks: Tensor | None) -> N
     )  # fmt: skip
 
 
-def constants_of(heads: int, group: int, head_dim: int) -> dict[str, Any]:
+def constants_of(heads: int, group: int, head_dim: int, window: int) -> dict[str, Any]:
     """The compile-time constants of _prompt_kernel."""
     return {
         "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCKS_N[head_dim], "HEAD_DIM": head_dim, "GROUP": group,
-        "HEADS": heads, "FIELDS": FIELDS, "STAGES": STAGES[head_dim], "TURNS": TURNS[head_dim],
+        "HEADS": heads, "FIELDS": FIELDS, "WINDOW": window, "STAGES": STAGES[head_dim],
+        "TURNS": TURNS[head_dim],
     }  # fmt: skip
 
 
