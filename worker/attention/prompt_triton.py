@@ -230,8 +230,7 @@ def hopper_serves(k_cache: Tensor, shape: AttentionShape) -> bool:
 
     Caps stay with this file's, as the other has none.
     """
-    known = shape.head_dim in (64, 128, 256) and not shape.cap
-    return known and not INTERPRETED and is_hopper(k_cache)
+    return not shape.cap and not INTERPRETED and is_hopper(k_cache)
 
 
 def num_rows(seq_lens: Sequence[int]) -> int:
