@@ -81,6 +81,7 @@ SPLIT = (
     "test_attention_on_cuda",
     "test_eight_bits_on_cuda",
     "test_kernels_on_cuda",
+    "test_prompts_on_hopper",
 )
 
 

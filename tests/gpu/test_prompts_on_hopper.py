@@ -19,6 +19,11 @@ pytestmark = [pytest.mark.gpu(1), pytest.mark.skipif(not HOPPER, reason="needs H
 # Heads and rows of padding; other numbers of heads are other kernels, 2 s to compile.
 SHAPES = [((8, 2), 40), ((14, 2), 0), ((4, 4), 1)]
 SINKS: list[dict[str, Any]] = [{}, {"sinks": True}]
+WINDOWS: list[dict[str, Any]] = [
+    {"mask": KeyMask(window=1000)},
+    {"mask": KeyMask(window=50), "sinks": True},
+]
+NAMES = "plain", "sinks", "window", "window, sinks"
 
 
 def chosen(case: plain.Case, **options: Any) -> Any:
@@ -33,15 +38,12 @@ def chosen(case: plain.Case, **options: Any) -> Any:
     return attention
 
 
-@pytest.mark.parametrize("options", [{"mask": KeyMask(window=1000)}, {"cap": 20.0}])
-def test_what_it_lacks_stays_with_triton_s(options: dict[str, Any]) -> None:
-    assert plain.backend("triton", plain.make([(0, 1300)]), **options).prompt_kernel is None
-    wide = plain.make([(0, 1300)], head_dim=256)
-    assert plain.backend("triton", wide).prompt_kernel is None
+def test_what_it_lacks_stays_with_triton_s() -> None:
+    assert plain.backend("triton", plain.make([(0, 1300)]), cap=20.0).prompt_kernel is None
 
 
-@pytest.mark.parametrize("options", SINKS, ids=["plain", "sinks"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", SINKS + WINDOWS, ids=NAMES)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_it_matches_the_reference(dtype: str, head_dim: int, options: dict[str, Any]) -> None:
     for shapes in plain.LONG:
@@ -51,7 +53,7 @@ def test_it_matches_the_reference(dtype: str, head_dim: int, options: dict[str, 
             plain.check(case, **options)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_no_key_and_very_many(head_dim: int) -> None:
     """Requests whose keys are gone leave zeros; tiles are many times the multiprocessors."""
     case = plain.make([(30000, 1500), (0, 900), (0, 1)], (32, 8), head_dim, 64)
@@ -69,7 +71,7 @@ def test_no_key_and_very_many(head_dim: int) -> None:
     assert not out[1500:2400].any()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_the_queries_may_be_part_of_longer_rows(head_dim: int) -> None:
     case = plain.make(plain.LONG[1], (8, 2), head_dim, 64, 4)
     attention = chosen(case)
@@ -81,8 +83,8 @@ def test_the_queries_may_be_part_of_longer_rows(head_dim: int) -> None:
     assert torch.equal(plain.attend(attention, case), whole)
 
 
-@pytest.mark.parametrize("options", SINKS, ids=["plain", "sinks"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", SINKS + WINDOWS, ids=NAMES)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_neither_cuts_nor_neighbours_change_a_bit(head_dim: int, options: dict[str, Any]) -> None:
     case = plain.make([(0, 5200), (100, 1100)], (32, 8), head_dim, 64, padded_reqs=0, padded_rows=0)
     attention = chosen(case, **options)
@@ -104,7 +106,7 @@ def alone(batch: Batch, first: int, end: int) -> Batch:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_a_graph_replays_it_with_other_lengths(head_dim: int) -> None:
     case = plain.make([(700, 1100), (300, 500)], (32, 8), head_dim, 64, padded_reqs=0)
     attention, live = chosen(case), case.batch
@@ -123,7 +125,7 @@ def test_a_graph_replays_it_with_other_lengths(head_dim: int) -> None:
         assert torch.equal(out, eager)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_many_runs_have_the_same_bits(head_dim: int) -> None:
     case = plain.make([(0, 4096), (3000, 1500)], (32, 8), head_dim, 64)
     attention = chosen(case)
@@ -131,7 +133,7 @@ def test_many_runs_have_the_same_bits(head_dim: int) -> None:
     assert all(torch.equal(plain.attend(attention, case), first) for _ in range(50))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_it_is_as_near_as_triton_s(head_dim: int) -> None:
     case = plain.make([(0, 3000)], (8, 2), head_dim, 64)
     wanted = plain.oracle(case)

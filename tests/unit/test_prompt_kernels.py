@@ -77,12 +77,12 @@ def kernel_of(attention: Any) -> str:
     [
         ("gluon", {}),
         ("gluon", {"head_dim": 64, "page": 16, "kept": "float16"}),
+        ("gluon", {"head_dim": 96}),
+        ("gluon", {"head_dim": 256}),
         ("gluon", {"sinks": True, "page": 128}),
         ("gluon", {"kept": F8, "dtype": BF16}),
-        ("triton", {"mask": KeyMask(window=1000)}),
+        ("gluon", {"mask": KeyMask(window=1000), "sinks": True}),
         ("triton", {"cap": 20.0}),
-        ("triton", {"head_dim": 96}),
-        ("triton", {"head_dim": 256}),
         ("pages", {"mask": KeyMask(first_key=1)}),
         ("pages", {"mask": KeyMask(causal=False)}),
         ("pages", {"kept": "float32"}),
@@ -130,7 +130,16 @@ def test_a_gluon_that_is_not_as_expected_is_told_once(
     assert [record.message.count("Gluon") for record in caplog.records] == [1]
 
 
-@pytest.mark.parametrize("given", [{"head_dim": 64, "sinks": True}, {}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"head_dim": 64, "sinks": True},
+        {},
+        {"head_dim": 96},
+        {"head_dim": 256},
+        {"head_dim": 256, "mask": KeyMask(window=1000)},
+    ],
+)
 def test_a_long_chunk_is_launched_on_an_h200(
     given: dict[str, Any], built: Callable[..., Any]
 ) -> None:

@@ -2,7 +2,7 @@
 
 A program stays on its multiprocessor and takes tile after tile. One warp loads by TMA; two groups
 of four warps have half a tile's 128 rows. While the tensor cores add up a block's values and score
-the next keys, a group takes the weights of the scores before; with heads of 128 by turns.
+the next keys, a group takes the weights of the scores before; with heads of 128 and 256 by turns.
 
 What holds of a row's bits holds here, too: blocks begin at the same keys wherever a prompt is cut.
 """
@@ -28,12 +28,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from worker.attention.paged_plan_triton import FIELDS
 from worker.attention.paged_triton import scale_of
 from worker.attention.prompt_triton import BLOCK_M, BLOCKS_N, PromptKernel, PromptPlan
-from worker.ops.jit import num_sms
+from worker.ops.jit import num_sms, power_of_two
 
 ROWS = gl.constexpr(64)  # of a group
-STAGES = {64: 4, 128: 2}  # blocks of keys on the multiprocessor, by head_dim; as many of values
-# By head_dim. 32768 tokens, 32 heads, with and without: of 128 14.5 and 14.7 ms, 64 10.1 and 9.9.
-TURNS = {64: False, 128: True}
+STAGES = {64: 4, 128: 2, 256: 2}  # blocks of keys on chip, by BLOCK_D; as many of values
+# By BLOCK_D. 32768 tokens, 32 heads, with and without: of 128 14.5 and 14.7 ms, 64 10.1 and 9.9.
+TURNS = {64: False, 128: True, 256: True}
 TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 # Registers of a thread of the second group, and of the warp that loads.
 COMPUTES, LOADS = gl.constexpr(240), gl.constexpr(24)
@@ -130,12 +130,15 @@ def _loads(
 @gluon.jit
 def _weights(
     scores, weight, top, key, position, scale,
-    MASKED: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr,
+    MASKED: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Online softmax over one block; without MASKED every row sees all of its keys."""
     if MASKED:
         at = (key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT)))[None, :]
-        scores = gl.where(at <= position[:, None], scores, float("-inf"))
+        seen = at <= position[:, None]
+        if WINDOW:
+            seen &= at > position[:, None] - WINDOW
+        scores = gl.where(seen, scores, float("-inf"))
     higher = gl.maximum(top, gl.max(scores, 1) * scale)
     base = higher
     if MASKED:
@@ -155,8 +158,9 @@ def _by_lane(p, BLOCK_N: gl.constexpr):
 @gluon.jit
 def _blocks(
     acc, p, weight, top, step, begin, stop, end, position, scale, q_tile, tiles, full, free,
-    NUMBER: gl.constexpr, MASKED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr, WEIGHTS: gl.constexpr,
+    NUMBER: gl.constexpr, MASKED: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr, SCORES: gl.constexpr, RESULT: gl.constexpr,
+    WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """The keys begin..stop - 1. `p` is of the block before, whose values are still to be added."""
     _, k_tiles, v_tiles = tiles
@@ -176,7 +180,7 @@ def _blocks(
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_free.index(stage), count=1)
         weights, shrink, weight, top = _weights(
-            scores, weight, top, key, position, scale, MASKED, BLOCK_N, SCORES
+            scores, weight, top, key, position, scale, MASKED, BLOCK_N, WINDOW, SCORES
         )
         p = gl.convert_layout(weights.to(p.dtype), WEIGHTS)
         step += 1
@@ -192,15 +196,16 @@ def _blocks(
 @gluon.jit
 def _group(
     out, items, counts, sinks, scale, tiles, full, free, NUMBER: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, HEADS: gl.constexpr,
-    FIELDS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
+    HEADS: gl.constexpr, FIELDS: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """A group of warps that multiply, by number."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    STORED: gl.constexpr = _stored(HEAD_DIM)
+    STORED: gl.constexpr = _stored(BLOCK_D)
     q_tiles, k_tiles, v_tiles = tiles
     q_full, k_full, v_full = full
     q_free, k_free, v_free = free
@@ -224,7 +229,7 @@ def _group(
             top = gl.zeros([ROWS], gl.float32, BY_ROW)
             top += gl.load(sinks + head).to(gl.float32) * 1.4426950408889634
             weight += 0.25  # 1 in four lanes
-        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, RESULT)
+        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, RESULT)
         if begin < end:
             q_tile = q_tiles.index(NUMBER)
             mbarrier.wait(q_full.index(NUMBER), taken & 1)
@@ -240,23 +245,26 @@ def _group(
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_free.index(stage), count=1)
             weights, _, weight, top = _weights(
-                scores, weight, top, begin, position, scale, True, BLOCK_N, SCORES
+                scores, weight, top, begin, position, scale, True, BLOCK_N, WINDOW, SCORES
             )
             p = gl.convert_layout(weights.to(out.dtype.element_ty), WEIGHTS)
             step += 1
             begin += BLOCK_N
             mbarrier.wait(k_full.index(step % STAGES), step // STAGES & 1, pred=begin < end)
-            # Blocks before all rows of the group need no mask.
+            # Blocks before all rows of the group, and in the windows of all, need no mask.
+            inside = begin
+            if WINDOW:
+                inside = gl.cdiv(gl.maximum(past + first + ROWS - WINDOW, 0), BLOCK_N) * BLOCK_N
+                inside = gl.maximum(gl.minimum(inside, end), begin)
             seen = gl.minimum(gl.maximum(past + first + 1, 0) // BLOCK_N * BLOCK_N, end)
-            seen = gl.maximum(seen, begin)
-            acc, p, weight, top, step = _blocks(
-                acc, p, weight, top, step, begin, seen, end, position, scale, q_tile, tiles, full,
-                free, NUMBER, False, BLOCK_N, STAGES, TURNS, SCORES, RESULT, WEIGHTS,
-            )  # fmt: skip
-            acc, p, weight, top, step = _blocks(
-                acc, p, weight, top, step, seen, end, end, position, scale, q_tile, tiles, full,
-                free, NUMBER, True, BLOCK_N, STAGES, TURNS, SCORES, RESULT, WEIGHTS,
-            )  # fmt: skip
+            stops = inside, gl.maximum(seen, inside), end
+            for part in gl.static_range(0 if WINDOW else 1, 3):
+                acc, p, weight, top, step = _blocks(
+                    acc, p, weight, top, step, begin, stops[part], end, position, scale, q_tile,
+                    tiles, full, free, NUMBER, part != 1, BLOCK_N, WINDOW, STAGES, TURNS, SCORES,
+                    RESULT, WEIGHTS,
+                )  # fmt: skip
+                begin = stops[part]
             mbarrier.arrive(q_free.index(NUMBER), count=1)
             before = (step - 1) % STAGES
             mbarrier.wait(v_full.index(before), (step - 1) // STAGES & 1)
@@ -268,23 +276,26 @@ def _group(
         whole = acc * gl.convert_layout(weight, gl.SliceLayout(1, RESULT))[:, None]
         whole = gl.convert_layout(whole.to(out.dtype.element_ty), STORED)
         rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
-        dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, STORED))
+        dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, STORED))
         out_at = (start + rows).to(gl.int64) * (HEADS * HEAD_DIM) + head * HEAD_DIM
-        gl.store(out + out_at[:, None] + dims[None, :], whole, mask=(rows < num_r)[:, None])
+        here = (rows < num_r)[:, None]
+        if HEAD_DIM < BLOCK_D:
+            here &= (dims < HEAD_DIM)[None, :]
+        gl.store(out + out_at[:, None] + dims[None, :], whole, mask=here)
     if TURNS and NUMBER == 0:
         _turn("sync", 0)  # the last that was given
 
 
 @gluon.constexpr_function
-def _stored(head_dim: int) -> Any:
+def _stored(wide: int) -> Any:
     """Threads of a group have 8 numbers in a row of its result, next to what they are given."""
-    more = [[0, 1 << i] for i in range(5, 9) if 1 << i < head_dim]
+    more = [[0, 1 << i] for i in range(5, 9) if 1 << i < wide]
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], *more, [8, 0]],
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
-        shape=[64, head_dim],
+        shape=[64, wide],
     )
 
 
@@ -299,20 +310,21 @@ def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
 @gluon.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _prompt_kernel(
     q, out, keys, values, items, counts, first_rows, sinks, num_tokens, num_rows, scale,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr,
-    HEADS: gl.constexpr, FIELDS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
+    GROUP: gl.constexpr, HEADS: gl.constexpr, FIELDS: gl.constexpr, WINDOW: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Grid (multiprocessors,).
 
-    q: descriptor of [num_tokens, HEADS · HEAD_DIM] in blocks of ROWS rows of a head. All else is
-    as prompt_triton's.
+    q: descriptor of [num_tokens, HEADS · HEAD_DIM] in blocks of ROWS rows and BLOCK_D columns, of a
+    head and, where these are more, of the next, which meet zeros. All else is as prompt_triton's.
     """
     GROUPS: gl.constexpr = BLOCK_M // ROWS
     dtype: gl.constexpr = out.dtype.element_ty
     tiles = (
-        gl.allocate_shared_memory(dtype, [GROUPS, ROWS, HEAD_DIM], q.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], keys.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], values.layout),
+        gl.allocate_shared_memory(dtype, [GROUPS, ROWS, BLOCK_D], q.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], keys.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], values.layout),
     )
     full = _barriers(GROUPS, 1), _barriers(STAGES, 1), _barriers(STAGES, 1)
     free = _barriers(GROUPS, 1), _barriers(STAGES, GROUPS), _barriers(STAGES, GROUPS)
@@ -321,11 +333,11 @@ def _prompt_kernel(
         [
             (_group, (
                 out, items, counts, sinks, scale, tiles, full, free, 0,
-                BLOCK_M, BLOCK_N, HEAD_DIM, HEADS, FIELDS, STAGES, TURNS,
+                BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D, HEADS, FIELDS, WINDOW, STAGES, TURNS,
             )),
             (_group, (
                 out, items, counts, sinks, scale, tiles, full, free, 1,
-                BLOCK_M, BLOCK_N, HEAD_DIM, HEADS, FIELDS, STAGES, TURNS,
+                BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D, HEADS, FIELDS, WINDOW, STAGES, TURNS,
             )),
             (_loads, (
                 q, keys, values, items, counts, first_rows, num_rows, tiles, full, free,
@@ -336,16 +348,17 @@ def _prompt_kernel(
         [COMPUTES, LOADS],
     )  # fmt: skip
     # Zeros behind the last row.
-    PADDED: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0]
-    )
+    PADDED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     last = num_tokens * HEADS
     begin = gl.load(counts + 1) * HEADS + gl.program_id(0) * 16
-    dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, PADDED))
+    dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, PADDED))
     for row in range(begin, last, gl.num_programs(0) * 16):
         rows = row + gl.arange(0, 16, gl.SliceLayout(1, PADDED))
         at = rows.to(gl.int64)[:, None] * HEAD_DIM + dims[None, :]
-        gl.store(out + at, gl.zeros([16, HEAD_DIM], dtype, PADDED), mask=(rows < last)[:, None])
+        here = (rows < last)[:, None]
+        if HEAD_DIM < BLOCK_D:
+            here &= (dims < HEAD_DIM)[None, :]
+        gl.store(out + at, gl.zeros([16, BLOCK_D], dtype, PADDED), mask=here)
 
 
 def _describe(rows: Tensor, block: int, width: int) -> TensorDescriptor:
@@ -353,26 +366,28 @@ def _describe(rows: Tensor, block: int, width: int) -> TensorDescriptor:
 
 
 def _describe_keys(rows: Tensor) -> TensorDescriptor:
-    head_dim = rows.shape[1]
-    return _describe(rows, BLOCKS_N[head_dim], head_dim)
+    return _describe(rows, BLOCKS_N[rows.shape[1]], rows.shape[1])
 
 
 def _launch(q: Tensor, out: Tensor, plan: PromptPlan, sinks: Tensor | None) -> None:
     num_tokens, num_heads, head_dim = q.shape
     rows = q.as_strided((num_tokens, num_heads * head_dim), (q.stride(0), 1))
-    constants = constants_of(num_heads, num_heads // plan.gathered.shape[1], head_dim)
+    window = plan.paged.shape.mask.window or 0
+    constants = constants_of(num_heads, num_heads // plan.gathered.shape[1], head_dim, window)
     _prompt_kernel[(min(num_sms(q.device), plan.paged.tiles.programs),)](
-        _describe(rows, ROWS.value, head_dim), out, plan.keys, plan.values, plan.paged.items,
-        plan.paged.counts, plan.first_rows, sinks, num_tokens, plan.gathered.shape[2],
-        scale_of(plan.paged.shape), num_warps=4, **constants,
+        _describe(rows, ROWS.value, constants["BLOCK_D"]), out, plan.keys, plan.values,
+        plan.paged.items, plan.paged.counts, plan.first_rows, sinks, num_tokens,
+        plan.gathered.shape[2], scale_of(plan.paged.shape), num_warps=4, **constants,
     )  # fmt: skip
 
 
-def constants_of(heads: int, group: int, head_dim: int) -> dict[str, Any]:
+def constants_of(heads: int, group: int, head_dim: int, window: int) -> dict[str, Any]:
     """The compile-time constants of _prompt_kernel."""
+    wide = power_of_two(head_dim)
     return {
-        "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCKS_N[head_dim], "HEAD_DIM": head_dim, "GROUP": group,
-        "HEADS": heads, "FIELDS": FIELDS, "STAGES": STAGES[head_dim], "TURNS": TURNS[head_dim],
+        "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCKS_N[wide], "HEAD_DIM": head_dim, "BLOCK_D": wide,
+        "GROUP": group, "HEADS": heads, "FIELDS": FIELDS, "WINDOW": window,
+        "STAGES": STAGES[wide], "TURNS": TURNS[wide],
     }  # fmt: skip
 
 

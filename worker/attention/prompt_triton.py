@@ -21,7 +21,7 @@ from worker.attention.eight_bits_triton import exponents_at, power_of
 from worker.attention.paged_plan_triton import FIELDS, PagedPlan, bound_of, item_at, plan_items
 from worker.attention.paged_tiles import PagedTiles
 from worker.attention.paged_triton import capped, scale_of, sink_of, zero_padding
-from worker.config.checkpoint.mask import CAUSAL, KEY_BLOCK
+from worker.config.checkpoint.mask import KEY_BLOCK
 from worker.forward.batch import Bounds
 from worker.ops.jit import (
     INTERPRETED,
@@ -228,10 +228,9 @@ def _has_room(x: Tensor) -> bool:
 def hopper_serves(k_cache: Tensor, shape: AttentionShape) -> bool:
     """Whether prompt_gluon's kernel runs for such layers, of those that `serves` is true for.
 
-    Windows and caps stay with this file's, as the other has none.
+    Caps stay with this file's, as the other has none.
     """
-    known = shape.head_dim in (64, 128) and not shape.cap and shape.mask == CAUSAL
-    return known and not INTERPRETED and is_hopper(k_cache)
+    return not shape.cap and not INTERPRETED and is_hopper(k_cache)
 
 
 def num_rows(seq_lens: Sequence[int]) -> int:
