@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.unit.test_changed_draws import FILTERS, changed_rows, made_of
 from tests.unit.test_kernels_triton import CASES, check_ends, columns, rows_of, step_columns
+from worker.attention import qk_rope_store_triton
 from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store, qk_rope_store_ref
 from worker.draw.logprobs import logprobs, logprobs_ref
 from worker.draw.sampler import SamplingRows, change, draw_ref
@@ -114,7 +115,9 @@ def test_swiglu_matches_its_twin(m: int, mlp: int, dtype: torch.dtype) -> None:
     ("heads", "kv_heads", "head_dim", "page_size"),
     [(32, 8, 128, 64), (14, 2, 64, 16), (8, 1, 256, 1), (6, 2, 80, 16), (0, 8, 128, 64)],
 )
-def test_qk_rope_store_matches_its_twin(heads, kv_heads, head_dim, page_size, normed, dtype):
+def test_qk_rope_store_matches_its_twin(
+    heads, kv_heads, head_dim, page_size, normed, dtype, monkeypatch
+):
     m, num_pages = 65, 200
     width = (heads + 2 * kv_heads) * head_dim
     qkv = noise(m, width + 64, dtype=dtype)[:, :width]
@@ -126,12 +129,15 @@ def test_qk_rope_store_matches_its_twin(heads, kv_heads, head_dim, page_size, no
     weights = [noise(head_dim, dtype=dtype, seed=i) for i in (1, 2)]
     norms = HeadNorms(weights[0], weights[1], 1e-6) if normed else None
     results = []
-    for op in (qk_rope_store, qk_rope_store_ref):
+    for op in (qk_rope_store, qk_rope_store_ref, qk_rope_store):
+        monkeypatch.setattr(qk_rope_store_triton, "MANY", 1 if len(results) == 2 else 1024)
         shape = num_pages, kv_heads, 2, 2, page_size, head_dim
         memory = torch.full(shape, 7.0, dtype=dtype, device="cuda")
         caches = memory[:, :, 1, 0], memory[:, :, 1, 1]
         results.append((op(qkv, Rotation(table, positions), caches, slots, norms), memory))
-    (q, memory), (q_ref, memory_ref) = results
+    (q, memory), (q_ref, memory_ref), (of_many, memory_of_many) = results
+    assert torch.equal(q, of_many)  # a row's bits are those of any number of tokens
+    assert torch.equal(memory, memory_of_many)
     if heads:  # else there are keys and values only
         close(q, q_ref)
     close(memory, memory_ref)

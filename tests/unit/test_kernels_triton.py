@@ -171,7 +171,7 @@ if not INTERPRETED:
                 empty(2, 6144), rotation, (cache, cache), ids, norms
             )
         if dtype == torch.bfloat16:  # four numbers at once
-            assert found["_qk_rope_store_kernel"].count("st.global.v2.b32") == 6  # of q, k and v
+            assert found["_qk_rope_store_kernel"].count("st.global.v2.b32") == 4  # of q; of k or v
         with compiling(qk_rope_store_triton):
             qk_rope_store_triton.qk_rope_store_triton(
                 empty(2, 2048), rotation, (cache, cache), ids, None
@@ -273,12 +273,17 @@ else:
         ("turned", "in_f32"),
         [(1.0, False), (0.25, True), (0.0, True), *in_whole((1.0, True), (0.5, True))],
     )
-    def test_qk_rope_store_matches_its_twin(shape, dtype, normed, turned, in_f32) -> None:
+    @pytest.mark.parametrize("many", [1, 1024])
+    def test_qk_rope_store_matches_its_twin(
+        shape, dtype, normed, turned, in_f32, many, monkeypatch
+    ) -> None:
         """Layer 1 of 2 of a pool's memory; two padded rows meet on page 0.
 
+        many: a program has several tokens from so many on.
         turned: the part of a head that is rotated; 0: one pair by nothing, as in layers without
         rope. in_f32: weights of norms are, as those that are stored minus 1.
         """
+        monkeypatch.setattr(qk_rope_store_triton, "MANY", many)
         heads, kv_heads, head_dim, page_size = shape
         width = (heads + 2 * kv_heads) * head_dim
         qkv = noise(6, width + 8, dtype=dtype)[:, :width]
