@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from statistics import fmean
 from typing import Protocol
 
 from router.dispatch.members import Known, Members
@@ -16,7 +17,6 @@ MAX_CANDIDATES = 3
 UNKNOWN_S_PER_TOKEN = 1e-4
 # A long prompt that is there weighs as much as all rows of a worker, a short one less.
 LONG_TOKENS = 256
-HOTTER = 0.3  # of its rows, above the mean: it has no advantage, or all would crowd there
 POLICIES = {
     "least_loaded": "router.dispatch.policy:LeastLoaded",
     "prefix_aware": "router.dispatch.policy:PrefixAware",
@@ -81,7 +81,8 @@ class LeastLoaded(Policy):
 class PrefixAware(Policy):
     """Where most of the prompt is, unless that worker is so much busier; else as LeastLoaded.
 
-    A worker beyond its rows, or much busier than the mean, has no advantage: prompts would wait.
+    A worker beyond its rows has no advantage: prompts would wait. Nor has any by what conversations
+    have in common, if those that hold it have more of these than the mean: all would crowd there.
     """
 
     follows_sessions = True
@@ -92,16 +93,22 @@ class PrefixAware(Policy):
     def choose(self, prompt: Prompt, decode: Pool, prefill: Pool, salt: str = "") -> Route:
         blocks, prefixes = blocks_of(prompt, salt), self._prefixes
         weight, had = 1 / max(LONG_TOKENS, len(prompt)), dict[PeerId, float]()
-        hot = min(1.0, HOTTER + sum(known.load for known in decode) / len(decode))
+        num_at = [prefixes.num_at[known.peer] for known in decode]
 
         def held(known: Known) -> float:
             if (peer := known.peer) not in had:
                 had[peer] = prefixes.held(blocks, peer, known.stats.snapshot_grid)
             return had[peer]
 
-        def cost(known: Known) -> tuple[float, float]:
-            load = known.load
-            return load - (held(known) * weight if load < hot else 0.0), random.random()
+        crowded = False
+        if prefixes.is_common(blocks):
+            most = max(map(held, decode))
+            there = [num for known, num in zip(decode, num_at, strict=True) if held(known) == most]
+            crowded = fmean(there) > fmean(num_at)
+
+        def cost(known: Known) -> tuple[float, int, float]:
+            has = held(known) * weight if known.load < 1 and not crowded else 0.0
+            return known.load - has, prefixes.num_at[known.peer], random.random()
 
         def wait_s(known: Known) -> tuple[float, float]:
             per_token = known.stats.prefill_s_per_token or UNKNOWN_S_PER_TOKEN
@@ -111,6 +118,7 @@ class PrefixAware(Policy):
         pool = sorted(_eligible(best, prefill), key=wait_s)[:MAX_CANDIDATES]
         fresh = prefixes.fresh(blocks, pool[0].peer) if pool else ()
         route = _route(best, pool, held(best), [int(held(known)) for known in pool], fresh)
+        prefixes.turned(blocks, best.peer)
         for known in (best, *pool[:1]):
             prefixes.sent(blocks, known.peer, known.stats.snapshot_grid)
         return route

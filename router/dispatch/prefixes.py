@@ -1,7 +1,7 @@
 """Which workers probably hold the KV of a prompt's beginning, by what this router has sent them."""
 
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from worker.api import PeerId
@@ -29,6 +29,9 @@ class Prefixes:
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
         self._at: OrderedDict[int, set[PeerId]] = OrderedDict()  # block -> who; used last is last
+        self._ends: dict[int, PeerId] = {}  # last blocks of conversations, and where they are
+        self.num_at = Counter[PeerId]()  # of these
+        self._parted: set[int] = set()  # blocks behind which conversations differ
         self._trust: dict[PeerId, float] = {}  # of what was expected, how much was there, 0 to 1
 
     def held(self, blocks: Sequence[int], peer: PeerId, grid: int = 0) -> float:
@@ -43,6 +46,29 @@ class Prefixes:
             num = next(found, 0)
         return num * BLOCK * self._trust.get(peer, 1.0)
 
+    def is_common(self, blocks: Sequence[int]) -> bool:
+        """Whether conversations have parted before where this prompt parts from all of them."""
+        return any(block in self._parted for block in self._last_known(blocks))
+
+    def turned(self, blocks: Sequence[int], peer: PeerId) -> None:
+        """A conversation goes on, or begins, at a decode worker. Before `sent`."""
+        known = set(self._last_known(blocks))
+        self._parted |= known - self._ends.keys()
+        for block in known.union(blocks[-1:]):
+            self._over(block)
+        if blocks:
+            self._ends[blocks[-1]] = peer
+            self.num_at[peer] += 1
+
+    def _last_known(self, blocks: Sequence[int]) -> Sequence[int]:
+        """The last block up to which anybody was sent them, or none."""
+        num = bisect_left(blocks, True, key=lambda block: not self._at.get(block))
+        return blocks[max(0, num - 1) : num]
+
+    def _over(self, block: int) -> None:
+        if (peer := self._ends.pop(block, None)) is not None:
+            self.num_at[peer] -= 1
+
     def sent(self, blocks: Sequence[int], peer: PeerId, grid: int = 0) -> None:
         """A prompt goes to a worker, which has it from then on.
 
@@ -56,7 +82,9 @@ class Prefixes:
             self._at.setdefault(block, set()).add(peer)
             self._at.move_to_end(block)
         while len(self._at) > self._capacity:
-            self._at.popitem(last=False)
+            oldest, _ = self._at.popitem(last=False)
+            self._over(oldest)
+            self._parted.discard(oldest)
 
     def fresh(self, blocks: Sequence[int], peer: PeerId) -> Sequence[int]:
         """Those behind what the worker was sent."""

@@ -25,7 +25,7 @@ Where = Literal["home", "moved", "new"]  # went a turn, by where its session was
 
 CAPACITY = 1 << 16  # sessions: some 30 MB
 FORGOTTEN_S = 900.0  # after its last turn a session is a new one
-LATER = 0.25  # of a turn's tokens: where more wait at home, computing all of them may be sooner
+LATER = 0.5  # of a turn's tokens: where more wait at home, computing all of them may be sooner
 HOTTER = 0.5  # of a worker's rows, above the mean: a new session passes it over
 MAX_OWNERS, NUM_PAUSES, MIN_PAUSES = 1024, 128, 8
 QUANTILE = 0.9  # of pauses, for which pages are kept

@@ -89,8 +89,7 @@ def test_prefix_aware_follows_the_prompt_until_its_worker_is_too_busy() -> None:
     chosen, decode = policy("prefix_aware"), [known(f"d{i}", "decode") for i in range(3)]
     system, other = tuple(range(512)), tuple(range(1000, 1512))
     home = chosen.choose((*system, 1), decode, []).decode
-    for i in range(10):
-        assert chosen.choose((*system, *range(i * 7, i * 7 + 40)), decode, []).decode == home
+    assert chosen.choose((*system, *range(40)), decode, []).decode == home
     (hot,) = [each for each in decode if each.peer == home]
     hot.stats = WorkerStats(num_running=3, max_num_reqs=8)
     assert chosen.choose((*system, 5), decode, []).decode == home, "most of it is there"
@@ -99,6 +98,19 @@ def test_prefix_aware_follows_the_prompt_until_its_worker_is_too_busy() -> None:
     away = chosen.choose((*system, 6), decode, []).decode
     assert away != home, "it would wait for a row"
     assert chosen.choose((*system, 7), decode, []).decode == away, "now it is there, too"
+
+
+def test_prefix_aware_spreads_conversations_and_their_turns_go_where_they_are() -> None:
+    chosen, decode = policy("prefix_aware"), [known(f"d{i}", "decode") for i in range(3)]
+
+    def at(number: int, num_own: int) -> str:
+        tokens = (*range(512), *range(1000 * number, 1000 * number + num_own))
+        return chosen.choose(tokens, decode, []).decode
+
+    homes = [at(i, 64) for i in range(1, 10)]
+    assert homes[0] == homes[1], "that others have it in common is not known before"
+    assert [homes.count(each.peer) for each in decode] == [3, 3, 3]
+    assert [at(i, 128) for i in range(1, 10)] == homes
 
 
 def test_prefix_aware_believes_what_workers_report() -> None:

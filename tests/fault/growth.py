@@ -41,6 +41,15 @@ def rises(samples: list[tuple[float, dict[str, float]]]) -> dict[str, Rise]:
     return found
 
 
+def sizes_of(name: str, pid: int) -> dict[str, float]:
+    """What may not grow of a process; nothing if it has ended."""
+    if (size := size_of(pid, "")) is None:
+        return {}
+    mib = {"private": size.num_bytes / MIB, "mapped": size.num_mapped_bytes / MIB}
+    counted = {f"{name} threads": size.num_threads, f"{name} files": size.num_files}
+    return {f"{name} {kind} MiB": value for kind, value in mib.items()} | counted
+
+
 class Watched:
     """Samples of a cluster's workers and routers, and of a directory, while `until` lasts."""
 
@@ -63,13 +72,7 @@ class Watched:
         self.most_on_disk = max(self.most_on_disk, on_disk)
         values: dict[str, float] = {"directory MiB": on_disk / MIB}
         for name, pid in pids.items():
-            if (size := size_of(pid, "")) is not None:
-                values |= {
-                    f"{name} ({pid}) private MiB": size.num_bytes / MIB,
-                    f"{name} ({pid}) shared MiB": size.num_shared_bytes / MIB,
-                    f"{name} ({pid}) threads": size.num_threads,
-                    f"{name} ({pid}) files": size.num_files,
-                }
+            values |= sizes_of(f"{name} ({pid})", pid)
         return values
 
     def told(self) -> tuple[dict[str, Any], bool]:

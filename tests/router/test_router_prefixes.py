@@ -16,10 +16,14 @@ def test_blocks_tell_whole_beginnings() -> None:
 def test_what_was_sent_is_held_and_the_oldest_is_forgotten_from_its_end() -> None:
     prefixes = Prefixes(capacity=4)
     first, second = blocks_of(range(3 * BLOCK)), blocks_of(range(1000, 1000 + 2 * BLOCK))
+    prefixes.turned(first, "a/1")
     prefixes.sent(first, "a/1")
     assert prefixes.held(first, "a/1") == 3 * BLOCK
     assert prefixes.held(first, "b/1") == 0
+    assert prefixes.num_at == {"a/1": 1}
+    prefixes.turned(second, "b/1")
     prefixes.sent(second, "b/1")
+    assert prefixes.num_at == {"a/1": 0, "b/1": 1}
     assert prefixes.held(first, "a/1") == 2 * BLOCK
     assert prefixes.held(second, "b/1") == 2 * BLOCK
 

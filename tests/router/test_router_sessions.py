@@ -80,7 +80,7 @@ def test_a_turn_leaves_home_while_prompts_wait_there_alone() -> None:
     (busy,) = [known for known in decode if known.peer == home]
     others = [known for known in decode if known is not busy]
     busy.num_sent = others[0].num_sent = others[1].num_sent = 1
-    busy.stats = replace(busy.stats, num_queued_tokens=NUM_TOKENS // 2)
+    busy.stats = replace(busy.stats, num_queued_tokens=NUM_TOKENS)
     assert turn(sessions, "owner/s", decode) == (home, "home"), "nobody is idle"
     others[1].num_sent = 0
     assert turn(sessions, "owner/s", decode) == (others[1].peer, "moved")

@@ -5,6 +5,7 @@ own as well. A process of Ray or of a grammar's trial may end; what `status` nam
 """
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ class Size:
     num_bytes: int
     num_threads: int
     num_files: int
-    num_shared_bytes: int  # beside these
+    num_mapped_bytes: int  # shared, beside these: all of what it has mapped, used or not
 
     @property
     def lasts(self) -> bool:
@@ -53,11 +54,12 @@ class Size:
 
 
 def size_of(pid: int, line: str) -> Size | None:
-    """None: it has ended. Shared memory is left out: pages of a worker's KV pool, whose size is
-    given, are the process's from their first use on.
+    """None: it has ended. Shared memory counts by what is mapped of it: pages of a worker's KV
+    pool, whose size is given, are the process's from their first use on.
     """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
+        maps = Path(f"/proc/{pid}/maps").read_text()
         num_files = len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
         return None
@@ -65,7 +67,9 @@ def size_of(pid: int, line: str) -> Size | None:
     if "VmRSS" not in fields:
         return None
     all_kib, shared_kib = (int(fields[name].split()[0]) for name in ("VmRSS", "RssShmem"))
-    sizes = int(fields["Threads"]), num_files, shared_kib << 10
+    shared = re.findall(r"^(\w+)-(\w+) ...s", maps, re.MULTILINE)
+    mapped = sum(int(end, 16) - int(start, 16) for start, end in shared)
+    sizes = int(fields["Threads"]), num_files, mapped
     return Size(line[:60], (all_kib - shared_kib) << 10, *sizes)
 
 

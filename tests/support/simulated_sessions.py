@@ -143,7 +143,8 @@ class Simulated:
         if self._policy.follows_sessions:
             at = self._sessions.choose(turn.session, decode, len(turn.tokens))
             decode = decode if at is None else [at]
-        peer = self._policy.choose(turn.tokens, decode, []).decode
+        route = self._policy.choose(turn.tokens, decode, [])
+        peer = route.decode
         self.num_moved += self._sessions.sent(turn.session, peer) == "moved"
         worker = self.workers[peer]
         sampling = Sampling(turn.num_out, ignore_eos=True)
@@ -163,6 +164,7 @@ class Simulated:
         if not worker.queues.admit(req):
             self._later(AGAIN_S, lambda: self._place(turn))
             return
+        self._policy.found(route, req.num_computed_tokens)
         self._members.sent(peer, None, num, self._now)
         worker.turns[req] = turn
         worker.queues.prefill_locally(req)

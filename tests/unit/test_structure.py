@@ -61,10 +61,10 @@ ROOT_FILES = 13  # of worker, __init__ among them
 # What grows unseen if nothing caps it; `tests.support.structure` prints the figures.
 MAX = {
     "worker": 38_720,
-    "router": 16_760,
+    "router": 16_800,
     "cluster": 7_650,
-    "product": 63_130,
-    "tests": 69_600,
+    "product": 63_150,
+    "tests": 69_640,
     "benchmarks": 10_110,
     "tests / product": 1.11,
     "wide functions": 12,
