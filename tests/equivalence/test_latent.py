@@ -262,6 +262,8 @@ MUTANTS = [
     ("v3", f"{LAYER}._expand", "rows, heads)", "rows, slice(0, len(queries[heads])))"),
     ("v3", f"{LAYER}._expand", "start += count", "start += 0"),
     ("v3", f"{LAYER}._of_heads", ":value_dim]", "-value_dim:]"),
+    ("v3", f"{LAYER}._of_heads", "is_causal=is_first", "is_causal=False"),
+    ("v3", "model.latent:expansion", "torch.eye(shape.rope_dim)", "torch.ones(shape.rope_dim)"),
     ("v3", f"{LAYER}._of_heads", "self._causal(q.shape[1], len(rows))",
      "torch.ones(q.shape[1], len(rows), dtype=torch.bool).tril()"),
     ("v3", f"{ROUTE}:route_ref", "scores.gather(1, ids)", "chosen.gather(1, ids)"),

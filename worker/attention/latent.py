@@ -125,7 +125,7 @@ def latent_absorb_store_ref(
     """latent_rope_store, and queries against rows: [num_tokens, num_heads, width of a row].
 
     q: [num_tokens, num_heads, nope_dim + rotary_dim], strided, a head contiguous; keys: [num_heads,
-    nope_dim, value_dim], contiguous: what makes keys of latents.
+    nope_dim, value_dim], strided, lines contiguous: what makes keys of latents.
     """
     nope, value = keys.shape[1:]
     out = q.new_empty(*q.shape[:2], rows.shape[3])
@@ -141,7 +141,7 @@ latent_absorb_store = op(latent_absorb_store_ref)
 def latent_values_ref(attended: Tensor, values: Tensor) -> Tensor:
     """Means of latents [num_tokens, heads, value_dim], contiguous -> of values [.., numbers].
 
-    values: [heads, numbers, value_dim], contiguous: what makes values of latents.
+    values: [heads, numbers, value_dim], strided, lines contiguous: what makes values of latents.
     """
     return torch.bmm(attended.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
 

@@ -369,7 +369,8 @@ def _turn(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _latent_rope_store_kernel(
     q_rope, out, latents, positions, table, weight, rows, slot_mapping, keys, num_tokens,
-    stride_q, stride_q_head, stride_out, stride_out_head, stride_latents, stride_page, eps,
+    stride_q, stride_q_head, stride_out, stride_out_head, stride_latents, stride_page,
+    stride_head, stride_key, eps,
     VALUE: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
     NOPE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr,
@@ -379,7 +380,8 @@ def _latent_rope_store_kernel(
 
     PARTS: 1 + heads / BLOCK_H. BLOCK, PAIRS: powers of two not below VALUE and ROPE / 2.
     NOPE: numbers of a head before q_rope's, which products take into the space of latents, before
-    `out`: BLOCK_T tokens and COLUMNS of a head with keys [HEADS, NOPE, VALUE]; 0: they do not.
+    `out`: BLOCK_T tokens and COLUMNS of a head with keys [HEADS, NOPE, VALUE], of which the lines
+    of a head are stride_key apart; 0: they do not.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     program, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
@@ -391,7 +393,7 @@ def _latent_rope_store_kernel(
             tokens = product // (BLOCKS * HEADS) * BLOCK_T + tl.arange(0, BLOCK_T)
             at, of_column = tl.arange(0, BLOCK_D), columns + tl.arange(0, COLUMNS)
             inside = at < NOPE
-            keys_at = keys + (head * NOPE + at)[:, None] * VALUE + of_column[None, :]
+            keys_at = keys + head * stride_head + at[:, None] * stride_key + of_column[None, :]
             w = tl.load(keys_at, mask=inside[:, None], other=0.0)
             enter(PDL)
             here = (tokens < num_tokens)[:, None]
@@ -471,7 +473,7 @@ def latent_rope_store_triton(
     _latent_rope_store_kernel[(num_tokens * parts + products,)](
         q_rope, out, latents, rotation.positions, rotation.table, norm.weight, rows, slot_mapping,
         keys, num_tokens, q_rope.stride(0), q_rope.stride(1), out.stride(0), out.stride(1),
-        latents.stride(0), rows.stride(0), norm.eps,
+        latents.stride(0), rows.stride(0), *of_keys, norm.eps,
         **overlap(
             q_rope, VALUE=value, ROPE=rope, BLOCK=power_of_two(value), HEADS=num_heads,
             PAIRS=power_of_two(rope // 2), BLOCK_H=STORED_HEADS, PAGE=rows.shape[2], PARTS=parts,
@@ -492,7 +494,7 @@ def latent_absorb_store_triton(
 ) -> Tensor:
     """One launch; a row's result depends on its token and on num_tokens alone."""
     nope, value = keys.shape[1:]
-    assert keys.is_contiguous()
+    assert keys.stride(2) == 1
     assert len(keys) == q.shape[1]
     out = q.new_empty(*q.shape[:2], rows.shape[3])
     rotated = q[..., nope:], latents, rotation, norm, rows, slot_mapping, out[..., value:]
@@ -502,17 +504,19 @@ def latent_absorb_store_triton(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _latent_values_kernel(
-    x, w, out, num_tokens, SIZE, HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK_T: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x, w, out, num_tokens, SIZE, stride_head, stride, HEADS: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    of_keys = (0, 0) if keys is None else keys.stride()[:2]
 ):  # fmt: skip
     """Grid (blocks of tokens, HEADS, blocks of COLUMNS).
 
-    x: [num_tokens, HEADS, VALUE]; w: [HEADS, SIZE, VALUE]; out: [num_tokens, HEADS, SIZE].
+    x: [num_tokens, HEADS, VALUE]; w: [HEADS, SIZE, VALUE], the lines of a head `stride` apart; out:
+    [num_tokens, HEADS, SIZE].
     """
     tokens, head = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(1)
     columns, at = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, BLOCK_K)
-    line = head * SIZE + tl.minimum(columns, SIZE - 1)
-    w_at = w + line.to(tl.int64)[:, None] * VALUE + at[None, :]
+    line = tl.minimum(columns, SIZE - 1)
+    w_at = w + head * stride_head + line[:, None] * stride + at[None, :]
     w_tile = tl.load(w_at)
     enter(PDL)
     row, here = tokens.to(tl.int64) * HEADS + head, (tokens < num_tokens)[:, None]
@@ -533,13 +537,13 @@ def latent_values_triton(attended: Tensor, values: Tensor) -> Tensor:
     """One launch; contiguous. A row's result depends on its token and on num_tokens alone."""
     (num_tokens, num_heads, value), size = attended.shape, values.shape[1]
     assert attended.is_contiguous()
-    assert values.is_contiguous()
+    assert values.stride(2) == 1
     assert values.shape == (num_heads, size, value)
     out = attended.new_empty(num_tokens, num_heads, size)
     block_t = min(max(16, power_of_two(num_tokens)), 64)
     columns = 16 if block_t == 16 else 32
     _latent_values_kernel[(-(-num_tokens // block_t), num_heads, -(-size // columns))](
-        attended, values, out, num_tokens, size,
+        attended, values, out, num_tokens, size, values.stride(0), values.stride(1),
         **overlap(
             attended, HEADS=num_heads, VALUE=value, BLOCK_T=block_t, COLUMNS=columns,
             BLOCK_K=min(8192 // block_t, value), num_warps=4,

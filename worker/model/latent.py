@@ -26,6 +26,7 @@ from worker.attention.latent import (
     read_rows,
 )
 from worker.attention.qk_rope_store import Rotation
+from worker.config.checkpoint.latent_shape import LatentShape
 from worker.config.checkpoint.shape import LayerShape
 from worker.forward.batch import Batch
 from worker.forward.context import current
@@ -37,6 +38,17 @@ from worker.weights.shard import Key, Part, Shard, all_of, by_head, split_heads
 
 EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps says: as in DeepSeek's own code
 MAX_EXPANDED = 1 << 17  # keys times heads that are made at once
+
+
+def expansion(shape: LatentShape, num_heads: int, placement: Placement) -> Tensor:
+    """[num_heads, query_dim + value_dim, width]: what makes keys and values of rows, unfilled.
+
+    A head's key ends as a row does, with the rotated key: there this has ones already.
+    """
+    made = placement.empty(num_heads, shape.query_dim + shape.value_dim, shape.width).detach()
+    rotated = made.zero_()[:, shape.nope_dim : shape.query_dim, shape.rank :]
+    rotated.copy_(torch.eye(shape.rope_dim))
+    return made
 
 
 class LatentAttention(nn.Module):
@@ -74,9 +86,12 @@ class LatentAttention(nn.Module):
         parts = Parts(rows | latents, all_of(shape.in_features))
         self.qkv = ColumnParallelLinear(parts, placement, bias=False)
         self.norm = RMSNorm(rank, EPS, placement)
-        # The halves of kv_b_proj, by head: what makes keys of latents, and values.
-        self.keys = placement.empty(held.num_heads, self.shape.nope_dim, rank)
-        self.values = placement.empty(held.num_heads, self.shape.value_dim, rank)
+        # What makes a head's key of a kept row, and its value: of the rotated key's numbers ones.
+        self._of_rows = expansion(self.shape, held.num_heads, placement)
+        # The halves of kv_b_proj in it, by head: what makes keys of latents, and values.
+        keys, values = self._of_rows[..., :rank].split([dim, self.shape.value_dim], dim=1)
+        self.keys = nn.Parameter(keys[:, : self.shape.nope_dim], requires_grad=False)
+        self.values = nn.Parameter(values, requires_grad=False)
         output = size, num_heads * self.shape.value_dim
         self.output = RowParallelLinear("o_proj", output, placement, bias=False)
         self.rotary, self.layer_id = rotary, layer_id
@@ -197,18 +212,15 @@ class LatentAttention(nn.Module):
 
         Behind earlier keys values have zeros up to query_dim, for kernels that want one size.
         """
-        latent, rotated = rows.split([self.shape.rank, self.shape.rope_dim], dim=-1)
-        keys = latent.new_empty(len(q), len(rows), self.shape.query_dim)
-        keys[..., self.shape.nope_dim :] = rotated
-        latent, value_dim = latent.expand(len(q), -1, -1), self.shape.value_dim
-        of_latents = self.keys[heads].transpose(1, 2)
-        torch.bmm(latent, of_latents, out=keys[..., : self.shape.nope_dim])
-        values = torch.bmm(latent, self.values[heads].transpose(1, 2))
-        if q.shape[1] != len(rows):
-            values = F.pad(values, (0, max(0, self.shape.query_dim - value_dim)))
-        mask = self._causal(q.shape[1], len(rows))
+        made = F.linear(rows, self._of_rows[heads].flatten(0, 1)).unflatten(1, (len(q), -1))
+        query_dim, value_dim = self.shape.query_dim, self.shape.value_dim
+        keys, values = made.transpose(0, 1).split([query_dim, value_dim], dim=-1)
+        mask, is_first = None, q.shape[1] == len(rows)
+        if not is_first:
+            values = F.pad(values, (0, max(0, query_dim - value_dim)))
+            mask = self._causal(q.shape[1], len(rows))
         made = F.scaled_dot_product_attention(
-            q[None], keys[None], values[None], attn_mask=mask, scale=self._scale
+            q[None], keys[None], values[None], mask, is_causal=is_first, scale=self._scale
         )
         return made[0, ..., :value_dim]
 
@@ -217,7 +229,7 @@ class LatentAttention(nn.Module):
         shards |= self.norm.shards(f"{prefix}.kv_a_layernorm")
         if self.query is not None and self.q_norm is not None:
             shards |= self.query.shards(prefix) | self.q_norm.shards(f"{prefix}.q_a_layernorm")
-        halves = {"k": self.keys.flatten(0, 1), "v": self.values.flatten(0, 1)}
+        halves = {"k": self.keys, "v": self.values}
         sizes = {"k": self.shape.nope_dim, "v": self.shape.value_dim}
         tensor = f"{prefix}.kv_b_proj.weight"
         return shards | by_head(tensor, halves, sizes, self._heads, all_of(self.shape.rank))

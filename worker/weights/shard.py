@@ -119,13 +119,15 @@ def by_head(
 ) -> dict[Key, Shard]:
     """Shards of a tensor whose rows are, head by head, those of several parts.
 
-    dests: where the rows of each part go, by its name; sizes: rows a head, in the tensor's order.
+    dests: where the rows of each part go, by its name, those of all heads in one dimension or in
+    two; sizes: rows a head, in the tensor's order.
     """
     shards, start = dict[Key, Shard](), 0
     shape = heads.size, sum(sizes.values()), *(part.size for part in inner)
     for name, size in sizes.items():
         index = heads.held, slice(start, start + size), *(part.held for part in inner)
-        dest = dests[name].detach().unflatten(0, (len(heads), size))
+        dest = dests[name].detach()
+        dest = dest.view(len(heads), size, *dest.shape[dest.dim() - len(inner) :])
         shards[Key(tensor, name)] = Shard(dest, shape, index, heads_merged=True)
         start += size
     return shards
