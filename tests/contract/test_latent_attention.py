@@ -45,6 +45,7 @@ NUM_LAYERS, LAYER = 2, 1
 BACKENDS = ["triton"] if INTERPRETED else ["reference"]
 EIGHT = "float8_e4m3fn"
 LONG = [(399, 1), (0, 2), (256, 3), (255, 1), (63, 1)]
+FEW = [(9000, 1), (290, 1)]  # the first has several blocks a part
 
 
 @dataclass(slots=True)
@@ -175,6 +176,13 @@ def test_widths_from_1_to_16_mix_in_one_batch(backend, heads, dtype) -> None:
 def test_long_rows_in_many_parts(backend, page_size, dtype) -> None:
     check(make(LONG, 4, page_size=page_size, dtype=dtype, padded=(20, 0)), backend)
     check(make([(399, 1), (0, 1), (255, 1)], 20, page_size=page_size, dtype=dtype), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("page_size", "dtype"), [(64, "bfloat16"), (16, "float16"), (64, EIGHT)])
+def test_few_requests_in_as_many_parts_as_there_can_be(backend, page_size, dtype) -> None:
+    scene = make(FEW, 4, (32, 16), page_size, dtype, padded=(0, 0), queries="bfloat16")
+    check(scene, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -417,16 +425,19 @@ if INTERPRETED:
             "tl.trans(value), scores,", "tl.trans(value), 0 * scores,",
         ),
         "tokens of a window see all of it": (
-            "keys[None, :] <= limit[:, None]", "keys[None, :] < end",
+            "numbers <= tl.expand_dims(limit, KEYS)", "numbers < end",
         ),
+        "the rotated key takes none of few": ("(q_value), scores,", "(q_value), 0 * scores,"),
+        "sums of few queries keep their scale": ("p, acc * shrink", "p, acc"),
+        "all of few tiles are the first": ("item += tl.load(", "item += 0 * tl.load("),
         "rows past the end are read": ("inside = (keys < end)", "inside = (keys >= 0)"),
-        "sums keep their scale": ("acc * shrink[:, None]", "acc"),
-        "weights keep theirs": ("weight * shrink[:, None] +", "weight +"),
+        "sums keep their scale": ("value, acc * shrink", "value, acc"),
+        "weights keep theirs": ("weight * shrink +", "weight +"),
         "each tile is the first": ("row = cut // 65536 * BLOCK_M + local", "row = local"),
         "the last part is left out": (
             "part < num_splits, first_item", "part < num_splits - 1, first_item",
         ),
-        "parts count alike": ("sums * tl.exp2(high - top)[:, None]", "sums"),
+        "parts count alike": ("sums * shares[:, None]", "sums"),
         "padding stays as it was": ("zero_padding(out, num_rows,", "zero_padding(out, num_tokens,"),
         "a head's key is its latent's end": (
             "q_at + VALUE + of_rope", "q_at + VALUE - ROPE + of_rope",
@@ -461,8 +472,9 @@ if INTERPRETED:
         def check_all() -> None:
             scene = make([(290, 1), (5, 7), (37, 1)])
             check(scene, made.LatentTriton(scene.pool, scene.shape))
-            scene = make([(290, 1)], 4, (128, 16))
-            check(scene, made.LatentTriton(scene.pool, scene.shape))
+            for shapes, dtype in (([(290, 1)], "float32"), (FEW, "bfloat16")):
+                scene = make(shapes, 4, (128, 16), dtype=dtype, padded=(0, 0))
+                check(scene, made.LatentTriton(scene.pool, scene.shape))
             scene = make([(290, 1), (5, 7)], dtype=EIGHT)
             check(scene, made.LatentTriton(scene.pool, scene.shape))
             check_store(Store(*STORES[0]), made)
@@ -519,8 +531,8 @@ else:
             kernels.latent_values_triton(x[..., :512].contiguous(), values)
         assert "mma.sync" in ptx["_latent_values_kernel"]
         types = {"out": "*bf16", "items": "*i32", "counts": "*i32", "partial": "*fp32"}
-        sizes = {"BLOCK_M": 16, "VALUE": 512, "HEADS": 16, "SPLITS": 64, "TOGETHER": 8}
-        sizes["COLUMNS"] = 64
+        sizes = {"BLOCK_M": 16, "VALUE": 512, "HEADS": 16, "SPLITS": 64, "COLUMNS": 64}
+        sizes["BY_TILE"] = True
         fields = {"FIELDS": kernels.FIELDS, "PDL": True}
         made = asm_of(kernels._merge_kernel, types | {"stats": "*fp32"}, sizes | fields)
         assert "griddepcontrol.wait" in made["ptx"]

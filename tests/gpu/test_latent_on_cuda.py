@@ -28,6 +28,7 @@ CUDA = torch.device("cuda")
 # (heads, (latent, rope)): V2-Lite, GLM-4.7-Flash, V3, and tiles of which a part is used.
 MODELS = [(16, (512, 64)), (20, (512, 64)), (128, (512, 64)), (4, (128, 16))]
 RAGGED = [(0, 1), (63, 1), (64, 1), (700, 1), (129, 1), (1300, 1)]
+FEW = [[(8191, 1)], [(9000, 1), (0, 1), (290, 1), (30000, 1)]]
 WIDTHS = [(0, 16), (37, 1), (500, 7), (0, 1), (64, 3), (1000, 16)]
 CHUNKS = [(0, 130), (512, 100), (100, 1), (17, 30)]
 BOUNDS = {"bfloat16": 0.01, "float16": 0.0015, "float32": 2e-5}  # of |error| / (1 + |value|)
@@ -66,7 +67,7 @@ def test_decode_windows_and_chunks_match_the_definition(model, page_size, dtype)
 
 
 @pytest.mark.parametrize("model", MODELS[:3], ids=str)
-@pytest.mark.parametrize("shapes", [RAGGED, WIDTHS, RAGGED[4:5]])
+@pytest.mark.parametrize("shapes", [RAGGED, WIDTHS, RAGGED[4:5], FEW[1]])
 def test_eight_bits_have_the_bits_of_what_they_are_worth(shapes, model) -> None:
     """Powers of two change no other bit, and rows are widened before products see them."""
     eight = scene_of(shapes, model, dtype=EIGHT)
@@ -88,8 +89,15 @@ def test_rows_of_many_lengths_and_a_very_long_one(dtype) -> None:
     check(scene_of(shapes, padded=(5, 5), dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", EIGHT])
+@pytest.mark.parametrize("shapes", FEW, ids=str)
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_few_requests_in_as_many_parts_as_there_can_be(shapes, page_size, dtype) -> None:
+    check(scene_of(shapes, padded=(0, 0), dtype=dtype, page_size=page_size))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", EIGHT])
-@pytest.mark.parametrize("shapes", [RAGGED, WIDTHS])
+@pytest.mark.parametrize("shapes", [RAGGED, WIDTHS, FEW[1]])
 def test_the_same_bits_every_time(shapes, dtype) -> None:
     scene = scene_of(shapes, dtype=dtype)
     made = scene.made("triton")
@@ -99,7 +107,7 @@ def test_the_same_bits_every_time(shapes, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", EIGHT])
 @pytest.mark.parametrize("model", MODELS[:3], ids=str)
-@pytest.mark.parametrize("shapes", [RAGGED, WIDTHS])
+@pytest.mark.parametrize("shapes", [RAGGED, WIDTHS, FEW[1]])
 def test_a_row_s_bits_do_not_depend_on_the_other_rows(shapes, model, dtype) -> None:
     """Each request alone, the others cut down to nothing, under a much higher length bound."""
     scene = scene_of(shapes, model, dtype=dtype)

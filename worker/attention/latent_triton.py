@@ -45,20 +45,24 @@ MANY_PARTS = 16  # so many are added up all at once, 64 columns a program
 def _latent_blocks(
     q_value, q_rope, rows, table, page, stride_page, begin, end, limit, scale,
     DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, VALUE: tl.constexpr,
-    ROPE: tl.constexpr, PAGE: tl.constexpr, FIRST_KEY: tl.constexpr,
+    ROPE: tl.constexpr, PAGE: tl.constexpr, FIRST_KEY: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys begin..end - 1, not yet divided: sums, sums of weights, highest.
 
     q_value, q_rope: [BLOCK_M, VALUE], [BLOCK_M, ROPE]; limit: the last key that a row sees. Of rows
     in eight bits scores and weights take the power, with the same bits as rows would. Exponents are
     loaded a block before their use: Triton overlaps no loads of single bytes.
+    TURNED: products have keys and numbers of latents as rows, queries as columns: as wgmma does,
+    whose rows are 64, where 16 queries are too few to be rows.
     """
+    KEYS: tl.constexpr = 0 if TURNED else 1  # pyright: ignore - the dimension of scores
     EIGHT: tl.constexpr = rows.dtype.element_ty == tl.float8e4nv
     ROW: tl.constexpr = VALUE + ROPE
     block, of_value, of_rope = tl.arange(0, BLOCK_N), tl.arange(0, VALUE), tl.arange(0, ROPE)
-    acc = tl.zeros((BLOCK_M, VALUE), tl.float32)
+    acc = tl.zeros((VALUE, BLOCK_M) if TURNED else (BLOCK_M, VALUE), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    weight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # by place: warps need not wait to add it up
+    # By place: warps need not wait to add it up.
+    weight = tl.zeros((BLOCK_N, BLOCK_M) if TURNED else (BLOCK_M, BLOCK_N), tl.float32)
     if PAGE >= BLOCK_N:
         page = page.to(tl.int64)
     else:
@@ -81,26 +85,44 @@ def _latent_blocks(
             value, rope = in_16_bits(value, DTYPE), in_16_bits(rope, DTYPE)
         if INTERPRETED:
             value, rope = value.to(tl.float32), rope.to(tl.float32)
-        scores = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
-        scores = tl.dot(q_value, tl.trans(value), scores, input_precision="ieee") * scale
+        if TURNED:
+            scores = tl.dot(rope, tl.trans(q_rope), input_precision="ieee")
+            scores = tl.dot(value, tl.trans(q_value), scores, input_precision="ieee") * scale
+        else:
+            scores = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
+            scores = tl.dot(q_value, tl.trans(value), scores, input_precision="ieee") * scale
         if EIGHT:
-            scores *= power_of(exponents)[None, :]
-        scores = tl.where(keys[None, :] <= limit[:, None], scores, float("-inf"))
+            scores *= tl.expand_dims(power_of(exponents), 1 - KEYS)
+        numbers = tl.expand_dims(keys, 1 - KEYS)
+        scores = tl.where(numbers <= tl.expand_dims(limit, KEYS), scores, float("-inf"))
         if FIRST_KEY:
-            scores = tl.where((keys >= FIRST_KEY)[None, :], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
+            scores = tl.where(numbers >= FIRST_KEY, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, KEYS))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # the row has seen no key yet
-        shrink = tl.exp2(top - base)
-        p = tl.exp2(scores - base[:, None])
-        weight = weight * shrink[:, None] + p
+        shrink = tl.expand_dims(tl.exp2(top - base), KEYS)
+        p = tl.exp2(scores - tl.expand_dims(base, KEYS))
+        weight = weight * shrink + p
         p = p.to(DTYPE)
         if INTERPRETED:
             p = p.to(tl.float32)
         if EIGHT:
-            p *= weight_power(exponents.to(tl.int32), 0).to(p.dtype)[None, :]
-        acc = tl.dot(p, value, acc * shrink[:, None], input_precision="ieee")
+            by = weight_power(exponents.to(tl.int32), 0).to(p.dtype)
+            p *= tl.expand_dims(by, 1 - KEYS)
+        if TURNED:
+            acc = tl.dot(tl.trans(value), p, acc * shrink, input_precision="ieee")
+        else:
+            acc = tl.dot(p, value, acc * shrink, input_precision="ieee")
         top = higher
-    return acc, tl.sum(weight, 1), top
+    return tl.trans(acc) if TURNED else acc, tl.sum(weight, KEYS), top
+
+
+@triton.jit
+def _fetch(at, ROW: tl.constexpr):
+    """Have the L2 read rows of ROW numbers; at: [n], where they begin."""
+    LINES: tl.constexpr = triton.next_power_of_2(ROW // 64)
+    line_at = at[:, None] + tl.minimum(tl.arange(0, LINES) * 64, ROW - 1)[None, :]
+    FETCH: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"  # pyright: ignore
+    tl.inline_asm_elementwise(FETCH, "=r,l", [line_at], tl.int32, False, 1)  # pyright: ignore
 
 
 @triton.jit(do_not_specialize=["num_tokens", "stride_table"])
@@ -109,7 +131,7 @@ def _latent_kernel(
     num_tokens, stride_q, stride_page, stride_table, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, VALUE: tl.constexpr, ROPE: tl.constexpr,
     PAGE: tl.constexpr, FIRST_KEY: tl.constexpr, HEADS: tl.constexpr, FIELDS: tl.constexpr,
-    MANY: tl.constexpr, PDL: tl.constexpr,
+    MANY: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (items,), of which the first counts[0] are there.
 
@@ -117,18 +139,21 @@ def _latent_kernel(
 
     q: [num_tokens, HEADS, VALUE + ROPE], rows stride_q apart; out: [num_tokens, HEADS, VALUE].
     rows: [pages, PAGE, VALUE + ROPE], pages stride_page apart, of q's dtype or in eight bits.
-    scale: for exp2.
+    scale: for exp2. ALONE: few programs, see `choose`.
     partial: f32 [items, BLOCK_M, VALUE]; stats: f32 [items, 2, BLOCK_M], highest and weight.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    enter(PDL)
-    num_items = tl.load(counts)
+    num_items = tl.load(counts)  # items are older than the kernel before, see plan_items
     num_rows = tl.load(counts + 1)
     # `items` has room for one item a program, so this load need not wait for the number of items.
     item = tl.maximum(num_items - 1 - program, 0) if MANY else program
     start, num_r, past, begin, end, req, page, cut = item_at(  # type: ignore[misc]
         items, item, program >= 0, FIELDS
     )
+    if ALONE and PDL and PAGE >= BLOCK_N and program < num_items:  # as are most rows
+        slot = (begin % PAGE + tl.arange(0, BLOCK_N)) * (VALUE + ROPE)
+        _fetch(rows + page.to(tl.int64) * stride_page + slot, VALUE + ROPE)  # pyright: ignore
+    enter(PDL)
     if program < num_items:
         local, of_value, of_rope = tl.arange(0, BLOCK_M), tl.arange(0, VALUE), tl.arange(0, ROPE)
         row = cut // 65536 * BLOCK_M + local
@@ -142,7 +167,7 @@ def _latent_kernel(
         acc, weight, top = _latent_blocks(  # type: ignore[misc]
             q_value, q_rope, rows, page_table + req.to(tl.int64) * stride_table, page, stride_page,
             begin, end, past + row // HEADS, scale, q.dtype.element_ty, BLOCK_M, BLOCK_N, VALUE,
-            ROPE, PAGE, FIRST_KEY,
+            ROPE, PAGE, FIRST_KEY, ALONE and q.dtype.element_ty != tl.float32,
         )  # fmt: skip
         if cut // 256 % 256 == 1:
             whole = acc / tl.where(weight > 0, weight, 1.0)[:, None]  # 0 where there is no key
@@ -161,42 +186,39 @@ def _latent_kernel(
 def _merge_kernel(
     out, items, counts, partial, stats,
     BLOCK_M: tl.constexpr, VALUE: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
-    FIELDS: tl.constexpr, TOGETHER: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    FIELDS: tl.constexpr, COLUMNS: tl.constexpr, BY_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (items, any, VALUE / COLUMNS): items of a tile divide its rows, whose parts they add up.
 
-    SPLITS: as many as there can be; TOGETHER: parts that are loaded at once.
+    SPLITS: as many as there can be. BY_TILE: the grid is (tiles, any, ..), for few tiles.
     """
     item, part_of_rows = tl.program_id(0), tl.program_id(1)
+    num_items = tl.load(counts)
+    if BY_TILE:
+        tile, item = item, item * 0
+        for _ in range(bound_of(tile)):
+            item += tl.load(items + item * FIELDS + 7, mask=item < num_items, other=0) // 256 % 256
+    fields = item_at(items, item, item < num_items, FIELDS)
+    start, num_r, _, _, _, _, _, cut = fields  # type: ignore[misc]
     enter(PDL)
-    there = item < tl.load(counts)
-    start, num_r, _, _, _, _, _, cut = item_at(items, item, there, FIELDS)  # type: ignore[misc]
     split, num_splits, row = cut % 256, cut // 256 % 256, cut // 65536 * BLOCK_M
     if num_splits > 1:
         first_item = (item - split).to(tl.int64)
-        rows = tl.minimum(num_r - row, BLOCK_M)
-        begin, step = split + part_of_rows * num_splits, num_splits * tl.num_programs(1)
+        rows, sharing = tl.minimum(num_r - row, BLOCK_M), 1 if BY_TILE else num_splits
+        begin, step = split + part_of_rows * sharing, sharing * tl.num_programs(1)
+        part, of_value = tl.arange(0, SPLITS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        known, slot = part < num_splits, first_item + part
         for local in range(bound_of(begin), bound_of(rows), bound_of(step)):
-            of_part = tl.arange(0, SPLITS)
-            of_value = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-            known = of_part < num_splits
-            stats_at = stats + (first_item + of_part) * (2 * BLOCK_M) + local
+            stats_at = stats + slot * (2 * BLOCK_M) + local
             tops = tl.load(stats_at, mask=known, other=float("-inf"))
-            top = tl.max(tops, 0)  # a row sees its request's first key
             weights = tl.load(stats_at + BLOCK_M, mask=known, other=0.0)
-            weight = tl.sum(weights * tl.exp2(tops - top), 0)
-            total = tl.zeros((COLUMNS,), tl.float32)
-            for first in range(0, bound_of(num_splits), TOGETHER):
-                part = first + tl.arange(0, TOGETHER)
-                wanted, slot = part < num_splits, first_item + part
-                high_at = stats + slot * (2 * BLOCK_M) + local
-                high = tl.load(high_at, mask=wanted, other=float("-inf"))
-                at = partial + (slot * BLOCK_M + local)[:, None] * VALUE + of_value[None, :]
-                sums = tl.load(at, mask=wanted[:, None], other=0.0)
-                total += tl.sum(sums * tl.exp2(high - top)[:, None], 0)
+            at = partial + (slot * BLOCK_M + local)[:, None] * VALUE + of_value[None, :]
+            sums = tl.load(at, mask=known[:, None], other=0.0)
+            shares = tl.exp2(tops - tl.max(tops, 0))  # a row sees its request's first key
+            total = tl.sum(sums * shares[:, None], 0) / tl.sum(weights * shares, 0)
             token = (start + (row + local) // HEADS).to(tl.int64)
             out_at = out + (token * HEADS + (row + local) % HEADS) * VALUE
-            tl.store(out_at + of_value, (total / weight).to(out.dtype.element_ty))
+            tl.store(out_at + of_value, total.to(out.dtype.element_ty))
 
 
 def latent_attention(q: Tensor, rows: Tensor, plan: PagedPlan, out: Tensor) -> Tensor:
@@ -220,12 +242,15 @@ def latent_attention(q: Tensor, rows: Tensor, plan: PagedPlan, out: Tensor) -> T
     if tiles.max_splits > 1:
         same = {name: constants[name] for name in ("BLOCK_M", "VALUE", "HEADS", "FIELDS")}
         splits = power_of_two(tiles.most)  # not those of this bound: parts add up in one order
-        size, groups, together = shape.value_dim, tiles.rows // 8, min(splits, 8)
-        if splits >= MANY_PARTS:
-            size, groups, together = min(64, size), 1, splits
-        _merge_kernel[(tiles.max_items, groups, shape.value_dim // size)](
+        columns = min(64, shape.value_dim) if splits >= MANY_PARTS else shape.value_dim
+        grid = tiles.max_items, 1 if splits >= MANY_PARTS else tiles.rows // 8
+        if tiles.early:
+            grid = tiles.max_items // tiles.max_splits, tiles.rows
+        _merge_kernel[(*grid, shape.value_dim // columns)](
             out, plan.items, plan.counts, plan.partial, plan.stats,
-            **overlap(q, **same, SPLITS=splits, TOGETHER=together, COLUMNS=size, num_warps=4),
+            **overlap(
+                q, **same, SPLITS=splits, COLUMNS=columns, BY_TILE=tiles.early, num_warps=4
+            ),
         )  # fmt: skip
     return out
 
@@ -238,6 +263,7 @@ def constants_of(
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "VALUE": shape.value_dim,
         "ROPE": shape.head_dim - shape.value_dim, "PAGE": page_size, "HEADS": shape.num_heads,
         "FIRST_KEY": shape.mask.first_key, "FIELDS": FIELDS, "MANY": tiles.max_tiles > 1,
+        "ALONE": tiles.early,
     }  # fmt: skip
     return constants, {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
 
@@ -263,7 +289,7 @@ def choose(bounds: Bounds, num_heads: int, item_bytes: int, num_sms: int) -> Pag
     max_splits = max(1, min(most, -(-max_seq_len // shortest)))
     return PagedTiles(
         block_m=block_m,
-        block_n=16 if item_bytes > 2 else 32 if block_m == 16 else 64,
+        block_n=16 if item_bytes > 2 else 32 if block_m == 16 and not is_alone else 64,
         rows=block_m,
         max_tiles=max_tiles,
         max_splits=max_splits,
@@ -271,8 +297,8 @@ def choose(bounds: Bounds, num_heads: int, item_bytes: int, num_sms: int) -> Pag
         shortest=shortest,
         most=most,
         programs=tiles * max_splits,
-        num_warps=8 if is_alone or block_m > 16 else 4,
-        num_stages=2 if block_m == 64 else 3,
+        num_warps=8 if block_m > 16 else 4,
+        num_stages=2 if block_m == 64 or is_alone else 3,
         early=is_alone,
         longest_first=max_tiles == 1 and tiles > slots,  # which do not all run at once
     )
@@ -470,10 +496,11 @@ def latent_rope_store_triton(
     block_t = min(max(16, power_of_two(num_tokens)), 64)
     columns = min(32 if num_tokens <= 16 else 64, value)
     products = -(-num_tokens // block_t) * num_heads * (value // columns) if nope else 0
+    stride_head, stride_key = (0, 0) if keys is None else keys.stride()[:2]
     _latent_rope_store_kernel[(num_tokens * parts + products,)](
         q_rope, out, latents, rotation.positions, rotation.table, norm.weight, rows, slot_mapping,
         keys, num_tokens, q_rope.stride(0), q_rope.stride(1), out.stride(0), out.stride(1),
-        latents.stride(0), rows.stride(0), *of_keys, norm.eps,
+        latents.stride(0), rows.stride(0), stride_head, stride_key, norm.eps,
         **overlap(
             q_rope, VALUE=value, ROPE=rope, BLOCK=power_of_two(value), HEADS=num_heads,
             PAIRS=power_of_two(rope // 2), BLOCK_H=STORED_HEADS, PAGE=rows.shape[2], PARTS=parts,
@@ -506,7 +533,6 @@ def latent_absorb_store_triton(
 def _latent_values_kernel(
     x, w, out, num_tokens, SIZE, stride_head, stride, HEADS: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-    of_keys = (0, 0) if keys is None else keys.stride()[:2]
 ):  # fmt: skip
     """Grid (blocks of tokens, HEADS, blocks of COLUMNS).
 

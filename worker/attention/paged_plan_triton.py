@@ -178,7 +178,7 @@ def plan_items(
         page_table=page_table,
         items=torch.empty(tiles.max_items, FIELDS, dtype=torch.int32, device=device),
         counts=torch.empty(2, dtype=torch.int32, device=device),
-        arrivals=torch.zeros(slots, dtype=torch.int32, device=device),
+        arrivals=torch.empty(slots, dtype=torch.int32, device=device),
         partial=torch.empty(split_slots * tiles.rows * power_of_two(shape.out_dim), device=device),
         stats=torch.empty(split_slots * tiles.rows * 2, device=device),
     )
@@ -193,4 +193,5 @@ def plan_items(
         query_start, seq_lens, page_table, plan.items, plan.counts, tiles.max_tiles,
         tiles.shortest, tiles.most, page_table.stride(0), **constants,
     )  # fmt: skip
+    plan.arrivals.zero_()  # launched behind it: so any PDL kernel that follows has whole items
     return plan
