@@ -276,7 +276,7 @@ MUTANTS = [
      "weights"),
     ("glm-flash", f"{ROUTE}:route_ref", "if shape.renormalizes:", "if False:"),
     ("moonlight", f"{EXPERTS}:read_experts", "default=bool(names.shared)", "default=True) or (1"),
-    ("v3", "model.experts:Experts.forward", "out).add_(shared)", "out)"),
+    ("v3", "model.experts:Experts.forward", "plus=shared", "plus=None"),
     ("v3", "weights.plain:PlainMatrix.experts", "len(x) <= MAX_BESIDE", "False"),
     ("v2-lite", f"{EXPERTS}:_sparse_layers", "range(first)", "range(0)"),
     ("glm-flash", f"{EXPERTS}:_sparse_layers", '== "sparse"', '!= "sparse"'),

@@ -242,14 +242,17 @@ else:
         exact = expert_products_ref(x, wanted, up, down, held, **how)
         assert (sums - exact).abs().max() <= BOUNDS[dtype] * exact.abs().max().clamp_min(1e-3)
         assert not sums[~live].any()
+        wanted = wanted._replace(plus=noise(num_tokens, size, dtype=dtype, seed=6))
         if num_tokens <= MAX_BESIDE and finish is PLAIN_FINISH:
             shared = noise(4 * width, size, dtype=dtype, seed=4), noise(size, 2 * width, seed=5)
             how = {"beside": Beside(shared[0], shared[1].to(dtype))}
-            with poisoned():
-                sums = products.expert_products_triton(padded, got, up, down, held, **how)
-            exact = expert_products_ref(x, wanted, up, down, held, **how)
-            error = (sums - exact)[live].abs().max()
-            assert error <= BOUNDS[dtype] * exact.abs().max().clamp_min(1e-3)
+        with poisoned():
+            both = got._replace(plus=wanted.plus)
+            sums = products.expert_products_triton(padded, both, up, down, held, **how)
+        exact = expert_products_ref(x, wanted, up, down, held, **how)
+        wanted = wanted._replace(plus=None)
+        error = (sums - exact)[live].abs().max()
+        assert error <= BOUNDS[dtype] * exact.abs().max().clamp_min(1e-3)
         if 2 * width % 16 or size % 16 or not eight_bits:
             return
         eight, scales = zip(*(in_eight_bits(each) for each in (up, down)), strict=True)
@@ -274,6 +277,9 @@ else:
         check((num_tokens, experts, sizes, dtype, renormalizes, choice))
 
     MUTANTS: dict[str, tuple[Any, str, str]] = {
+        "what comes last is the first token's": (
+            product_triton, "plus + token * size", "plus + 0 * token",
+        ),
         "padding is counted": (route_triton, "live &= tl", "real &= tl"),
         "a row begins behind its own": (
             route_triton, "rank = tl.cumsum(own, 0) - own", "rank = tl.cumsum(own, 0)",

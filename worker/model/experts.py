@@ -122,7 +122,7 @@ class Experts(nn.Module):
                 shared = shared * self.shared_gate(hidden).sigmoid()
             elif self._collective.size > 1:
                 shared = shared.clone()
-            return self.gate_up.experts(self.down, taken, routes, out).add_(shared)
+            routes = routes._replace(plus=shared)
         return self.gate_up.experts(self.down, taken, routes, out)
 
     @property

@@ -87,8 +87,8 @@ def expert_products_ref(
     scaled_product_ref's. packed: of both in four bits, [.., columns / 2], what else
     ops.packed.worth takes. A token without experts here gets zeros. An expert's part is rounded
     to the dtype before the sum, which is in f32 and in the order of the token's experts; `beside`,
-    of at most MAX_BESIDE tokens with matrices in x's dtype, comes last. A row's result depends on
-    that row alone on a GPU, bit for bit.
+    of at most MAX_BESIDE tokens with matrices in x's dtype, or the routes' `plus` comes last. A
+    row's result depends on that row alone on a GPU, bit for bit.
     """
     # Of all tokens with all experts: no shape depends on where they go, as in a graph.
     if packed is not None:
@@ -114,6 +114,8 @@ def expert_products_ref(
     total = weighted_sum(products, routes, held, x.dtype)
     if beside is not None:
         total += F.linear(swiglu(F.linear(x, beside.gate_up)), beside.down)
+    if routes.plus is not None:
+        total += routes.plus
     return total if out is None else out.copy_(total)
 
 

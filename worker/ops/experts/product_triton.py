@@ -298,10 +298,10 @@ def _grouped_kernel(
 
 @triton.jit
 def _combine_kernel(
-    parts, ids, out, size, stride_out, first, count,
+    parts, ids, plus, out, size, stride_out, first, count,
     TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, blocks of columns). parts: [n · TOP_K + SHARED · n, size]."""
+    """Grid (tokens, blocks of columns). parts: [n · TOP_K + SHARED · n, size]. See Routes.plus."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -315,6 +315,8 @@ def _combine_kernel(
     for place in tl.static_range(TOP_K, TOP_K + SHARED):
         spot = place * tl.num_programs(0) + token
         total += tl.load(parts + spot * size + at, mask=inside, other=0.0).to(tl.float32)
+    if plus is not None:
+        total += tl.load(plus + token * size + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * stride_out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -397,6 +399,7 @@ def expert_products_triton(
     assert down.shape == (held.total, size, stored[1])
     assert (scales is not None) == (gate_up.dtype == E4M3) == (down.dtype == E4M3)
     assert x.stride(1) == 1
+    assert routes.plus is None or routes.plus.is_contiguous()
     some, pair = 0, (None, None)
     if beside is not None:
         assert n <= MAX_BESIDE
@@ -410,7 +413,7 @@ def expert_products_triton(
     downs.multiply(hidden, routes, held, n, parts, finish)
     out, block = torch.empty_like(x) if out is None else out, min(1024, power_of_two(size))
     _combine_kernel[(n, -(-size // block))](
-        parts, routes.ids, out, size, out.stride(0), held.first, held.total,
+        parts, routes.ids, routes.plus, out, size, out.stride(0), held.first, held.total,
         **overlap(x, TOP_K=top_k, SHARED=some, BLOCK=block, num_warps=4),
     )  # fmt: skip
     return out

@@ -32,6 +32,7 @@ class Routes(NamedTuple):
     weights: Tensor  # [n, k] f32
     starts: Tensor  # [total + 1] i32; first row of each of this rank's experts, then their number
     order: Tensor  # [n · k] i32; the rows' assignments; undefined behind the last row
+    plus: Tensor | None = None  # [n, hidden_size], contiguous: is added to their sum
 
 
 def new_load(held: Held, device: torch.device) -> Tensor:
