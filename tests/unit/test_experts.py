@@ -158,6 +158,7 @@ if not INTERPRETED:
         with compiling(product_triton) as ptx, compiling(scaled_triton, "_eight_bits_kernel"):
             expert_products_triton(x, routes, eight[0], eight[1], held, scales=scales)
         text = ptx["_grouped_kernel"]
+        columns = choose(num_tokens, 8, num_experts, gated=True, kind="eight").tokens
         assert re.search(rf"wgmma\S+m64n{columns}k32\.f32\.e4m3\.e4m3", text)
         assert not re.search(r"\b(st|ld)\.local\b", text)
 
