@@ -389,3 +389,8 @@ else:
     def test_an_expert_may_have_all_tokens() -> None:
         check(ONE_HAS_ALL, alike=0.01)
         check(MORE_THAN_A_TAIL, alike=0.01, eight_bits=False)
+
+    def test_rows_are_arranged_over_several_looks_at_them() -> None:
+        with mock.patch.object(route_triton, "AT_ONCE", 32):
+            check(MORE_THAN_A_TAIL, eight_bits=False)
+            check((70, (6, 3, (0, 6, 1)), *MORE_THAN_A_TAIL[2:]), eight_bits=False)

@@ -19,7 +19,7 @@ from worker.ops.jit import INTERPRETED, enter, overlap, power_of_two, tl, triton
 PART = 256  # of K: what one sum of the router is over
 TOKENS = 4  # most that one program of `route` has: no sum or choice of a row crosses warps
 LOWEST = -(1 << 31)  # a key of what is not to be chosen
-AT_ONCE = 4096  # assignments that a program of `arrange` looks at
+AT_ONCE = 16384  # assignments that a program of `arrange` looks at
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -229,10 +229,11 @@ def _arrange_kernel(
     expert = tl.program_id(0)
     at = tl.arange(0, AT_ONCE)
     enter(PDL)
-    row = 0
+    before = tl.zeros((AT_ONCE,), tl.int32)  # added up behind the loop: its loads wait for no sum
     for begin in range(0, num_rows, AT_ONCE):
         some = tl.load(ids + begin + at, mask=begin + at < num_rows, other=-1)
-        row += tl.sum(((some >= first) & (some < first + expert)).to(tl.int32), 0)
+        before += ((some >= first) & (some < first + expert)).to(tl.int32)
+    row = tl.sum(before, 0)
     tl.store(starts + expert, row)
     column = tl.where(expert < count, expert, count)
     counted = load + column
@@ -303,7 +304,8 @@ def route_triton(
     _arrange_kernel[(held.total + 1,)](
         ids, starts, order, load, n * places, *part,
         **overlap(
-            x, SHARED=held.shared, AT_ONCE=at_once, num_warps=min(8, max(1, at_once // 256)),
+            x, SHARED=held.shared, AT_ONCE=at_once,
+            num_warps=min(max(8, at_once // 1024), max(1, at_once // 256)),
         ),
     )  # fmt: skip
     return Routes(ids, weights, starts, order)
