@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor
 
 from tests.support import pairwise
-from tests.support.interpreted import INTERPRETED, WHY, compiling, otherwise
+from tests.support.interpreted import INTERPRETED, WHY, assembled, compiling, otherwise
 from tests.support.pairwise import in_whole
 from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.errors import Unsupported
-from worker.ops import scaled_triton
+from worker.ops import jit, scaled_triton
+from worker.ops.compile_ahead import compile_ahead
 from worker.ops.experts import product_triton, route_triton
 from worker.ops.experts.product import (
     MAX_BESIDE,
@@ -121,6 +123,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 if not INTERPRETED:
+    from tests.unit.test_compile_ahead import Hopper
 
     @pytest.mark.parametrize(
         ("num_tokens", "num_experts", "choice"),
@@ -173,6 +176,35 @@ if not INTERPRETED:
         text = ptx["_grouped_kernel"]
         assert "cp.async.bulk.tensor.2d" in text
         assert not re.search(r"\b(st|ld)\.local\b", text)
+
+    def test_products_of_prompts_are_gluon_s_on_hopper() -> None:
+        """By a double of the driver: they compile, without a spilled register, and overlap."""
+        try:
+            kernel = import_module("worker.ops.experts.product_gluon")._grouped_kernel
+        except (ImportError, AttributeError, TypeError) as missing:
+            pytest.skip(f"Triton's Gluon for sm_90 is not as expected: {missing}")
+        shape, held = ExpertShape(8, 2, 64, renormalizes=True), Held(0, 8)
+        x, gate = noise(512, 256).bfloat16(), noise(8, 256).bfloat16()
+        routes = route_ref(x, gate, None, 0, shape, held, new_load(held, CPU))
+        up, down = noise(8, 128, 256).bfloat16(), noise(8, 256, 64).bfloat16()
+        kernel.device_caches.clear()
+        with (
+            mock.patch.object(product_triton, "has_dependent_launch", return_value=True),
+            mock.patch.object(product_triton, "is_hopper", return_value=True),
+            mock.patch.object(jit.triton.runtime.driver, "_active", Hopper()),
+        ):
+            made = compile_ahead(lambda: expert_products_triton(x, routes, up, down, held))
+        assert made == 4  # items, both products, their sum
+        kept, *_ = next(iter(kernel.device_caches.values()))
+        texts = [found.asm["ptx"] for found in kept.values()]
+        kernel.device_caches.clear()
+        assert sorted("cp.async.cg" in text for text in texts) == [False, True]  # rows are gathered
+        for text in texts:
+            for part in ("m64n256k16", "cp.async.bulk.tensor", "setmaxnreg"):
+                assert part in text
+            said = assembled(text)
+            assert "0 bytes spill stores, 0 bytes spill loads" in said
+            assert "serialized" not in said
 
 else:
 

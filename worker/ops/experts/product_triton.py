@@ -5,6 +5,8 @@ ones, it finds from `starts`: the grid is as large as any routing may need, and 
 rows end at once. Sums over K ascend; the number of tokens side by side changes no sum of a row.
 """
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -30,6 +32,7 @@ from worker.ops.jit import (
     gdc_launch_dependents,
     gdc_wait,
     has_dependent_launch,
+    is_hopper,
     overlap,
     power_of_two,
     tl,
@@ -40,6 +43,8 @@ from worker.ops.packed import bytes_of
 from worker.ops.packed_triton import multiply_packed, steps_of, takes, whole_sums, words_of
 from worker.ops.scaled import E4M3, strides_of
 from worker.ops.scaled_triton import eight_bits_triton
+
+log = logging.getLogger("kvlane.kernels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +323,17 @@ def _combine_kernel(
     tl.store(out + token * stride_out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
+@cache
+def _on_hopper() -> Callable[[Tensor, Tensor, Routes, Tensor], None] | None:
+    """product_gluon's, or None, which is told, where Triton has no Gluon that it knows."""
+    try:
+        from worker.ops.experts.product_gluon import grouped_product
+    except (ImportError, AttributeError, TypeError) as missing:
+        log.warning("Triton's Gluon is not as expected: prompts are slower (%s)", missing)
+        return None
+    return grouped_product
+
+
 class _Stack(NamedTuple):
     """The matrices of all experts, [total, rows, columns]; see Held."""
 
@@ -345,6 +361,10 @@ class _Stack(NamedTuple):
             kind = "boxed" if has_boxes and k % _BOXED.block_k == 0 else kind
         tile = choose(n, top_k - held.shared, held.count, gated=gated, kind=kind)
         width, boxes = tile.rows // 2 if gated else tile.rows, None
+        is_plain = finish[2:] == PLAIN_FINISH[2:] and x.stride(0) % 16 == 0
+        if tile.is_boxed and is_plain and is_hopper(x) and (multiply := _on_hopper()) is not None:
+            multiply(x, w, routes, out)
+            return
         if tile.is_boxed:
             boxes = TensorDescriptor.from_tensor(w.view(-1, k), [width, tile.block_k])
         num_rows = n * top_k
