@@ -19,7 +19,7 @@ from worker.ops.jit import INTERPRETED, enter, overlap, power_of_two, tl, triton
 PART = 256  # of K: what one sum of the router is over
 TOKENS = 4  # most that one program of `route` has: no sum or choice of a row crosses warps
 LOWEST = -(1 << 31)  # a key of what is not to be chosen
-AT_ONCE = 16384  # assignments that a program of `arrange` looks at
+AT_ONCE = 4096  # assignments that a program of `arrange` looks at
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -304,8 +304,7 @@ def route_triton(
     _arrange_kernel[(held.total + 1,)](
         ids, starts, order, load, n * places, *part,
         **overlap(
-            x, SHARED=held.shared, AT_ONCE=at_once,
-            num_warps=min(max(8, at_once // 1024), max(1, at_once // 256)),
+            x, SHARED=held.shared, AT_ONCE=at_once, num_warps=min(8, max(1, at_once // 256)),
         ),
     )  # fmt: skip
     return Routes(ids, weights, starts, order)
