@@ -1,8 +1,9 @@
 """Grouped products of many tokens in Gluon, for Hopper: product_triton's, but faster.
 
 A program stays on its multiprocessor and takes tile after tile: 128 of an expert's rows of tokens
-with 256 rows of its weights. Two groups of four warps have 64 of the tokens, and others load: they
-are ahead over the end of a tile, so a group's epilogue meets products of the other.
+with 256 rows of its weights, or of few tokens 256 with 128. A group of four warps has 64 of the
+tokens, and others load: they are ahead over the end of a tile, so a group's epilogue meets products
+of another.
 
 What holds of a row's bits holds here, too: sums over K ascend in the same steps.
 """
@@ -31,11 +32,13 @@ from worker.ops.experts.route import Routes
 from worker.ops.jit import enter, num_sms, overlap, tl, triton
 
 ROWS = gl.constexpr(64)  # of tokens, of a group
-TOKENS, WIDTH = gl.constexpr(128), gl.constexpr(256)  # of a tile
+AREA = gl.constexpr(512)  # groups times rows of weights of a tile: as many sums are kept
 BLOCK_K, STAGES = gl.constexpr(64), gl.constexpr(4)
 TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-# Registers of a thread of the second group, and of the warps that load.
-COMPUTES, LOADS = gl.constexpr(200), gl.constexpr(104)
+# An expert's even share of rows from which two groups are faster than four, on an H200.
+TWO_FROM = 320
+# Groups -> registers of a thread of all but the first, and of the warps that load.
+REGISTERS = {2: (200, 104), 4: (104, 64)}
 # A Gluon without what the kernel names is met here and not by its compiler.
 NAMES = gl.warp_specialize, gl.NVMMADistributedLayout, gl.DistributedLinearLayout, gl.SliceLayout
 COPIES = async_copy.mbarrier_arrive, gl.fma, gl.div_rn
@@ -64,10 +67,11 @@ def _items_kernel(starts, items, COUNT: tl.constexpr, TOKENS: tl.constexpr, PDL:
 @gluon.jit
 def _loads(
     x, w, order, items, stride_x, num_tiles, columns, tiles, full, free, TOP_K: gl.constexpr,
-    GATED: gl.constexpr, STEPS: gl.constexpr,
+    GATED: gl.constexpr, STEPS: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """The warps that load: one, or where rows of tokens are gathered four."""
     x_tiles, w_tiles = tiles
+    WIDTH: gl.constexpr = AREA // GROUPS
     HALF: gl.constexpr = WIDTH // 2
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     total = gl.load(items) * num_tiles
@@ -75,38 +79,40 @@ def _loads(
     for flat in range(gl.program_id(0), total, gl.num_programs(0)):
         item, tile = items + (flat // num_tiles + 1) * 4, flat % num_tiles
         expert, first, end = gl.load(item), gl.load(item + 1), gl.load(item + 2)
+        num = gl.minimum((end - first + ROWS - 1) // ROWS, GROUPS)
         if GATED:
             row = expert * (2 * columns) + tile * HALF
             below = row + columns
-            rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, LOADED))
             ks = gl.arange(0, BLOCK_K, gl.SliceLayout(0, LOADED))[None, :]
-            upper = gl.load(order + gl.minimum(rows, end - 1)) // TOP_K * stride_x
-            lower = gl.load(order + gl.minimum(rows + ROWS, end - 1)) // TOP_K * stride_x
-            upper_at, lower_at = x + upper[:, None] + ks, x + lower[:, None] + ks
+            sources = ()
+            for group in gl.static_range(GROUPS):
+                rows = first + group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LOADED))
+                token = gl.load(order + gl.minimum(rows, end - 1)) // TOP_K
+                sources += (x + (token * stride_x)[:, None] + ks,)
         else:
             row = expert * columns + tile * WIDTH
             below = row + HALF
         for k in range(STEPS):
             stage = step % STAGES
-            at, bar = k * BLOCK_K, full.index(stage)
-            w_tile, two = w_tiles.index(stage), first + ROWS < end
-            x_tile, next_tile = x_tiles.index(2 * stage), x_tiles.index(2 * stage + 1)
+            at, bar, w_tile = k * BLOCK_K, full.index(stage), w_tiles.index(stage)
             mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
             if GATED:
-                mbarrier.expect(bar, 2 * w.block_type.nbytes)
+                mbarrier.expect(bar, WIDTH * BLOCK_K * 2)
             else:
-                mbarrier.expect(bar, 2 * w.block_type.nbytes + x.block_type.nbytes, pred=not two)
-                mbarrier.expect(bar, 2 * (w.block_type.nbytes + x.block_type.nbytes), pred=two)
+                for some in gl.static_range(1, GROUPS + 1):
+                    mbarrier.expect(bar, (WIDTH + some * ROWS) * BLOCK_K * 2, pred=num == some)
             tma.async_copy_global_to_shared(w, [row, at], bar, w_tile.slice(0, HALF))
             tma.async_copy_global_to_shared(w, [below, at], bar, w_tile.slice(HALF, HALF))
+            for group in gl.static_range(GROUPS):
+                x_tile = x_tiles.index(stage * GROUPS + group)
+                if group < num:
+                    if GATED:
+                        async_copy.async_copy_global_to_shared(x_tile, sources[group] + at)
+                    else:
+                        from_row = first + group * ROWS
+                        tma.async_copy_global_to_shared(x, [from_row, at], bar, x_tile)
             if GATED:
-                async_copy.async_copy_global_to_shared(x_tile, upper_at + at)
-                if two:
-                    async_copy.async_copy_global_to_shared(next_tile, lower_at + at)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
-            else:
-                tma.async_copy_global_to_shared(x, [first, at], bar, x_tile)
-                tma.async_copy_global_to_shared(x, [first + ROWS, at], bar, next_tile, pred=two)
             step += 1
 
 
@@ -126,10 +132,11 @@ def _quotient(a, b):
 @gluon.jit
 def _group(
     out, order, items, weights, num_tiles, columns, tiles, full, free, NUMBER: gl.constexpr,
-    GATED: gl.constexpr, STEPS: gl.constexpr,
+    GATED: gl.constexpr, STEPS: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """A group of warps that multiply, by number."""
+    """A group of warps that multiply, by number. Without rows it only lets the others go on."""
     x_tiles, w_tiles = tiles
+    WIDTH: gl.constexpr = AREA // GROUPS
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     COLUMNS: gl.constexpr = WIDTH // 2 if GATED else WIDTH
     STORED: gl.constexpr = _stored(COLUMNS)
@@ -149,7 +156,7 @@ def _group(
             for k in range(STEPS):
                 stage = step % STAGES
                 mbarrier.wait(full.index(stage), step // STAGES & 1)
-                x_tile, w_tile = x_tiles.index(2 * stage + NUMBER), w_tiles.index(stage)
+                x_tile, w_tile = x_tiles.index(GROUPS * stage + NUMBER), w_tiles.index(stage)
                 acc = warpgroup_mma(x_tile, w_tile.permute((1, 0)), acc, is_async=True)
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
@@ -198,7 +205,8 @@ def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
 @gluon.jit
 def _grouped_kernel(
     x, w, order, items, weights, out, stride_x, num_tiles, columns, TOP_K: gl.constexpr,
-    GATED: gl.constexpr, STEPS: gl.constexpr,
+    GATED: gl.constexpr, STEPS: gl.constexpr, GROUPS: gl.constexpr, COMPUTES: gl.constexpr,
+    LOADS: gl.constexpr,
 ):  # fmt: skip
     """Grid (multiprocessors,).
 
@@ -208,27 +216,21 @@ def _grouped_kernel(
     """
     dtype: gl.constexpr = out.dtype.element_ty
     tiles = (
-        gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, BLOCK_K], w.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, WIDTH, BLOCK_K], w.layout),
+        gl.allocate_shared_memory(dtype, [GROUPS * STAGES, ROWS, BLOCK_K], w.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, AREA // GROUPS, BLOCK_K], w.layout),
     )
-    full, free = _barriers(STAGES, 129 if GATED else 1), _barriers(STAGES, 2)
+    full, free = _barriers(STAGES, 129 if GATED else 1), _barriers(STAGES, GROUPS)
     fence_async_shared()
-    LOADERS: gl.constexpr = 4 if GATED else 1
     gl.warp_specialize(
-        [
-            (_group, (
-                out, order, items, weights, num_tiles, columns, tiles, full, free, 0, GATED, STEPS,
-            )),
-            (_group, (
-                out, order, items, weights, num_tiles, columns, tiles, full, free, 1, GATED, STEPS,
-            )),
-            (_loads, (
-                x, w, order, items, stride_x, num_tiles, columns, tiles, full, free,
-                TOP_K, GATED, STEPS,
-            )),
-        ],
-        [4, LOADERS],
-        [COMPUTES, LOADS],
+        [(_loads, (
+            x, w, order, items, stride_x, num_tiles, columns, tiles, full, free, TOP_K, GATED,
+            STEPS, GROUPS,
+        )) if number == GROUPS else (_group, (
+            out, order, items, weights, num_tiles, columns, tiles, full, free, number, GATED,
+            STEPS, GROUPS,
+        )) for number in (0, 1, 2, 3, 4)[: GROUPS + 1]],
+        [4] * (GROUPS - 1) + [4 if GATED else 1],
+        [COMPUTES] * (GROUPS - 1) + [LOADS],
     )  # fmt: skip
 
 
@@ -238,26 +240,28 @@ def _describe(rows: Tensor, block: int) -> TensorDescriptor:
     )
 
 
-def items_of(starts: Tensor, num_rows: int) -> Tensor:
-    """Which rows of which expert a tile has: see _items_kernel. starts: Routes'."""
+def items_of(starts: Tensor, num_rows: int, tokens: int) -> Tensor:
+    """Which rows of which expert a tile of so many has: see _items_kernel. starts: Routes'."""
     count = len(starts) - 1
-    items = starts.new_empty(1 + num_rows // TOKENS.value + min(count, num_rows), 4)
+    items = starts.new_empty(1 + num_rows // tokens + min(count, num_rows), 4)
     _items_kernel[(count,)](
-        starts, items, **overlap(starts, COUNT=count, TOKENS=TOKENS.value, num_warps=1)
+        starts, items, **overlap(starts, COUNT=count, TOKENS=tokens, num_warps=1)
     )
     return items
 
 
-def grouped_product(x: Tensor, w: Tensor, routes: Routes, out: Tensor) -> None:
+def grouped_product(x: Tensor, w: Tensor, routes: Routes, out: Tensor, share: int) -> None:
     """What product_triton's _Stack.multiply makes of a stack alone, with nothing to add or clamp.
 
-    w: [count, rows, k], of 16 bits; k is a multiple of BLOCK_K.
+    w: [count, rows, k], of 16 bits; k is a multiple of BLOCK_K. share: of rows, an expert's even.
     """
     (_, rows, k), columns = w.shape, out.shape[1]
-    gated = columns < rows
+    gated, groups = columns < rows, 2 if share >= TWO_FROM else 4
+    width, (computes, loads) = AREA.value // groups, REGISTERS[groups]
     _grouped_kernel[(num_sms(x.device),)](
-        x if gated else _describe(x, ROWS.value), _describe(w.view(-1, k), WIDTH.value // 2),
-        routes.order, items_of(routes.starts, len(routes.order)), routes.weights, out,
-        x.stride(0), -(-columns // (WIDTH.value // (2 if gated else 1))), columns,
-        TOP_K=routes.ids.shape[1], GATED=gated, STEPS=k // BLOCK_K.value, num_warps=4,
+        x if gated else _describe(x, ROWS.value), _describe(w.view(-1, k), width // 2),
+        routes.order, items_of(routes.starts, len(routes.order), groups * ROWS.value),
+        routes.weights, out, x.stride(0), -(-columns // (width // 2 if gated else width)), columns,
+        TOP_K=routes.ids.shape[1], GATED=gated, STEPS=k // BLOCK_K.value, GROUPS=groups,
+        COMPUTES=computes, LOADS=loads, num_warps=4,
     )  # fmt: skip

@@ -5,8 +5,6 @@ ones, it finds from `starts`: the grid is as large as any routing may need, and 
 rows end at once. Sums over K ascend; the number of tokens side by side changes no sum of a row.
 """
 
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -29,6 +27,7 @@ from worker.ops.jit import (
     INTERPRETED,
     TensorDescriptor,
     enter,
+    from_gluon,
     gdc_launch_dependents,
     gdc_wait,
     has_dependent_launch,
@@ -43,8 +42,6 @@ from worker.ops.packed import bytes_of
 from worker.ops.packed_triton import multiply_packed, steps_of, takes, whole_sums, words_of
 from worker.ops.scaled import E4M3, strides_of
 from worker.ops.scaled_triton import eight_bits_triton
-
-log = logging.getLogger("kvlane.kernels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +70,8 @@ TAIL = 64
 # Of many tokens, of matrices in 16 bits on sm_90, gated and not: on an H200, where a prompt of 2048
 # tokens of V2-Lite takes 314 and 163 us a layer (with pointers 361 and 184).
 _BOXED = Tile(128, 256, 64, 8, 4, TAIL, is_boxed=True)
+# Of bf16 from such an even share of rows on there is a faster kernel, with the same bits.
+GLUON_FROM, IN_GLUON = 96, ("worker.ops.experts.product_gluon", "grouped_product")
 # In four bits, on an H200: the same where it differs, and for so few rows of all experts that
 # programs leave multiprocessors idle.
 _FOUR = _TABLE | {
@@ -323,17 +322,6 @@ def _combine_kernel(
     tl.store(out + token * stride_out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
-@cache
-def _on_hopper() -> Callable[[Tensor, Tensor, Routes, Tensor], None] | None:
-    """product_gluon's, or None, which is told, where Triton has no Gluon that it knows."""
-    try:
-        from worker.ops.experts.product_gluon import grouped_product
-    except (ImportError, AttributeError, TypeError) as missing:
-        log.warning("Triton's Gluon is not as expected: prompts are slower (%s)", missing)
-        return None
-    return grouped_product
-
-
 class _Stack(NamedTuple):
     """The matrices of all experts, [total, rows, columns]; see Held."""
 
@@ -359,12 +347,14 @@ class _Stack(NamedTuple):
         if kind == "plain" and bias is shared is None and w.element_size() == 2:
             has_boxes = INTERPRETED or has_dependent_launch(x)
             kind = "boxed" if has_boxes and k % _BOXED.block_k == 0 else kind
+        share, is_plain = n * (top_k - held.shared) // held.count, finish[2:] == PLAIN_FINISH[2:]
+        if kind == "boxed" and is_plain and x.dtype == torch.bfloat16 and share >= GLUON_FROM:
+            product = from_gluon(*IN_GLUON) if is_hopper(x) and x.stride(0) % 16 == 0 else None
+            if product is not None:
+                product(x, w, routes, out, share)
+                return
         tile = choose(n, top_k - held.shared, held.count, gated=gated, kind=kind)
         width, boxes = tile.rows // 2 if gated else tile.rows, None
-        is_plain = finish[2:] == PLAIN_FINISH[2:] and x.stride(0) % 16 == 0
-        if tile.is_boxed and is_plain and is_hopper(x) and (multiply := _on_hopper()) is not None:
-            multiply(x, w, routes, out)
-            return
         if tile.is_boxed:
             boxes = TensorDescriptor.from_tensor(w.view(-1, k), [width, tile.block_k])
         num_rows = n * top_k
