@@ -1,8 +1,10 @@
 """Kernels of experts against their definitions, under Triton's interpreter; compiled for sm_90."""
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,12 +14,13 @@ import torch
 from torch import Tensor
 
 from tests.support import pairwise
-from tests.support.interpreted import INTERPRETED, WHY, compiling, otherwise
+from tests.support.interpreted import INTERPRETED, WHY, assembled, compiling, otherwise
 from tests.support.pairwise import in_whole
 from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.errors import Unsupported
-from worker.ops import scaled_triton
+from worker.ops import jit, scaled_triton
+from worker.ops.compile_ahead import compile_ahead
 from worker.ops.experts import product_triton, route_triton
 from worker.ops.experts.product import (
     MAX_BESIDE,
@@ -27,7 +30,7 @@ from worker.ops.experts.product import (
     expert_products_ref,
 )
 from worker.ops.experts.product_triton import choose, expert_products_triton
-from worker.ops.experts.route import new_load, refuse_others, route_ref
+from worker.ops.experts.route import Routes, new_load, refuse_others, route_ref
 from worker.ops.experts.route_triton import route_triton as route
 from worker.weights.eight_bits import as_e4m3
 
@@ -121,6 +124,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 if not INTERPRETED:
+    from tests.unit.test_compile_ahead import Hopper
 
     @pytest.mark.parametrize(
         ("num_tokens", "num_experts", "choice"),
@@ -158,6 +162,7 @@ if not INTERPRETED:
         with compiling(product_triton) as ptx, compiling(scaled_triton, "_eight_bits_kernel"):
             expert_products_triton(x, routes, eight[0], eight[1], held, scales=scales)
         text = ptx["_grouped_kernel"]
+        columns = choose(num_tokens, 8, num_experts, gated=True, kind="eight").tokens
         assert re.search(rf"wgmma\S+m64n{columns}k32\.f32\.e4m3\.e4m3", text)
         assert not re.search(r"\b(st|ld)\.local\b", text)
 
@@ -172,6 +177,82 @@ if not INTERPRETED:
         text = ptx["_grouped_kernel"]
         assert "cp.async.bulk.tensor.2d" in text
         assert not re.search(r"\b(st|ld)\.local\b", text)
+
+    def product_of(
+        rows: int = product_triton.GLUON_FROM, sm: int = 90, dtype: torch.dtype = torch.bfloat16,
+        kind: str = "plain", k: int = 128, more: int = 0, has_gluon: bool = True, **finish: Any,
+    ) -> str:  # fmt: skip
+        """Whose kernel multiplies 8 experts, of whom each has so many rows."""
+        n, held, w = 4 * rows, Held(0, 8), torch.zeros(8, 256, k, dtype=dtype)
+        x, out = torch.zeros(n, k + more, dtype=dtype)[:, :k], torch.zeros(2 * n, 128, dtype=dtype)
+        scales = torch.zeros(8, 16, 1) if kind == "eight" else None
+        packed = (torch.zeros(8, 256, 8), None, None) if kind == "packed" else ()
+        bias = torch.zeros(8, 256, dtype=dtype) if kind == "biased" else None
+        routes = Routes(*(torch.zeros(n, 2, dtype=torch.int32) for _ in range(4)))
+        gluon, triton = mock.Mock(), mock.MagicMock()
+        with mock.patch.multiple(
+            product_triton, has_dependent_launch=lambda _: sm >= 90, is_hopper=lambda _: sm == 90,
+            from_gluon=lambda *_: gluon if has_gluon else None, _grouped_kernel=triton,
+            eight_bits_triton=lambda x: (x, x), steps_of=lambda *_: (4, 32),
+            words_of=lambda x: x,
+        ):  # fmt: skip
+            stack = product_triton._Stack(w, scales, packed, bias, None)
+            stack.multiply(x, routes, held, n, out, PLAIN_FINISH._replace(**finish))
+        assert gluon.called != triton.__getitem__.called
+        assert not gluon.called or gluon.call_args.args[-1] == rows
+        return "gluon" if gluon.called else "triton"
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"rows": product_triton.GLUON_FROM - 1}, {"sm": 80}, {"sm": 100}, {"sm": 120},
+            {"dtype": torch.float16}, {"dtype": torch.float32}, {"kind": "biased"},
+            {"kind": "eight"}, {"kind": "packed"}, {"k": 96}, {"more": 8}, {"gain": 1.702},
+            {"plus": 1.0}, {"limit": 7.0},
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_what_gluon_s_kernel_lacks_stays_with_triton_s(other: dict[str, Any]) -> None:
+        assert (product_of(), product_of(**other)) == ("gluon", "triton")
+
+    def test_a_gluon_that_is_not_as_expected_is_told_once(
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        jit.from_gluon.cache_clear()
+        with mock.patch.dict(sys.modules, {product_triton.IN_GLUON[0]: None}):
+            assert [jit.from_gluon(*product_triton.IN_GLUON) for _ in range(3)] == [None] * 3
+        jit.from_gluon.cache_clear()
+        assert [record.message.count("Gluon") for record in caplog.records] == [1]
+        assert product_of(has_gluon=False) == "triton"
+
+    @pytest.mark.parametrize(("num_tokens", "columns"), [(512, 128), (1300, 256)])
+    def test_products_of_prompts_are_gluon_s_on_hopper(num_tokens: int, columns: int) -> None:
+        """By a double of the driver: they compile, without a spilled register, and overlap."""
+        try:
+            kernel = import_module(product_triton.IN_GLUON[0])._grouped_kernel
+        except (ImportError, AttributeError, TypeError) as missing:
+            pytest.skip(f"Triton's Gluon for sm_90 is not as expected: {missing}")
+        shape, held = ExpertShape(8, 2, 64, renormalizes=True), Held(0, 8)
+        x, gate = noise(num_tokens, 256).bfloat16(), noise(8, 256).bfloat16()
+        routes = route_ref(x, gate, None, 0, shape, held, new_load(held, CPU))
+        up, down = noise(8, 128, 256).bfloat16(), noise(8, 256, 64).bfloat16()
+        kernel.device_caches.clear()
+        with (
+            mock.patch.object(product_triton, "has_dependent_launch", return_value=True),
+            mock.patch.object(product_triton, "is_hopper", return_value=True),
+            mock.patch.object(jit.triton.runtime.driver, "_active", Hopper()),
+        ):
+            compile_ahead(lambda: expert_products_triton(x, routes, up, down, held))
+        kept, *_ = next(iter(kernel.device_caches.values()))
+        texts = [found.asm["ptx"] for found in kept.values()]
+        kernel.device_caches.clear()
+        assert sorted("cp.async.cg" in text for text in texts) == [False, True]  # rows are gathered
+        for text in texts:
+            for part in (f"m64n{columns}k16", "cp.async.bulk.tensor", "setmaxnreg"):
+                assert part in text
+            said = assembled(text)
+            assert "0 bytes spill stores, 0 bytes spill loads" in said
+            assert "serialized" not in said
 
 else:
 
@@ -394,3 +475,8 @@ else:
     def test_an_expert_may_have_all_tokens() -> None:
         check(ONE_HAS_ALL, alike=0.01)
         check(MORE_THAN_A_TAIL, alike=0.01, eight_bits=False)
+
+    def test_rows_are_arranged_over_several_looks_at_them() -> None:
+        with mock.patch.object(route_triton, "AT_ONCE", 32):
+            check(MORE_THAN_A_TAIL, eight_bits=False)
+            check((70, (6, 3, (0, 6, 1)), *MORE_THAN_A_TAIL[2:]), eight_bits=False)

@@ -14,7 +14,6 @@ from tests.contract.test_attention import NUM_LAYERS, make_batch, make_pool, mak
 from tests.support.interpreted import WHY, assembled
 from tests.unit.test_compile_ahead import Hopper
 from worker.attention import prompt_triton
-from worker.attention import triton as triton_backend
 from worker.attention.base import AttentionCaps, AttentionShape
 from worker.attention.paged_plan_triton import _plan_kernel
 from worker.attention.prompt_triton import _gather_kernel
@@ -57,9 +56,9 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
 
     for name in ("is_hopper", "_has_room"):
         monkeypatch.setattr(prompt_triton, name, lambda _: True)
-    triton_backend._hopper_kernel.cache_clear()
+    jit.from_gluon.cache_clear()
     yield make
-    triton_backend._hopper_kernel.cache_clear()
+    jit.from_gluon.cache_clear()
     for pool in pools:
         pool.close()
 

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import ClassVar
 
 import torch
@@ -28,9 +27,10 @@ from worker.config.checkpoint.mask import CAUSAL
 from worker.errors import Unsupported
 from worker.forward.batch import Batch, Bounds
 from worker.forward.context import current
-from worker.ops.jit import HAS_TRITON, INTERPRETED, num_sms, power_of_two
+from worker.ops.jit import HAS_TRITON, INTERPRETED, from_gluon, num_sms, power_of_two
 
 log = logging.getLogger("kvlane.attention")
+IN_GLUON = "worker.attention.prompt_gluon", "KERNEL"
 
 
 class TritonAttention(PoolAttention):
@@ -64,7 +64,8 @@ class TritonAttention(PoolAttention):
         keys = self._layers[0][0]
         self._has_prompts = is_plain and serves(keys, self.dtype)
         wanted = self._has_prompts and hopper_serves(keys, shape)
-        self.prompt_kernel = _hopper_kernel() if wanted else None  # None: prompt_triton's
+        # None: prompt_triton's.
+        self.prompt_kernel: PromptKernel | None = from_gluon(*IN_GLUON) if wanted else None
         self._gathered: Tensor | None = None  # keys and values of a batch of long chunks
         self._max_gathered = self.MAX_GATHERED  # less once there was no memory for more
         self._num_sms = num_sms(pool.device)
@@ -126,14 +127,3 @@ class TritonAttention(PoolAttention):
             return prompt_attention(q, keys, values, plan, out, self.sinks[layer_id])
         assert isinstance(plan, PagedPlan), "the plan must be this backend's own"
         return paged_attention(q, keys, values, plan, out, self.sinks[layer_id])
-
-
-@cache
-def _hopper_kernel() -> PromptKernel | None:
-    """prompt_gluon's, or None, which is told, where Triton has no Gluon that it knows."""
-    try:
-        from worker.attention.prompt_gluon import KERNEL
-    except (ImportError, AttributeError, TypeError) as missing:
-        log.warning("Triton's Gluon is not as expected: long prompts are slower (%s)", missing)
-        return None
-    return KERNEL

@@ -5,6 +5,7 @@ the import, every kernel runs on CPU tensors instead.
 """
 
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+log = logging.getLogger("kvlane.kernels")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 if TYPE_CHECKING:
@@ -83,6 +85,16 @@ def has_dependent_launch(x: Tensor) -> bool:
 def is_hopper(x: Tensor) -> bool:
     """Whether the device of `x` has the instructions that Hopper alone has."""
     return x.is_cuda and _capability(x.device) == (9, 0)
+
+
+@cache
+def from_gluon(module: str, name: str) -> Any:
+    """What a module in Gluon has by a name, or None, which is told, if it lacks what that needs."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, TypeError) as missing:
+        log.warning("Triton's Gluon is not as expected: prompts are slower (%s)", missing)
+        return None
 
 
 def aligned(n: int) -> int:

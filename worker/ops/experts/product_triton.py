@@ -27,9 +27,11 @@ from worker.ops.jit import (
     INTERPRETED,
     TensorDescriptor,
     enter,
+    from_gluon,
     gdc_launch_dependents,
     gdc_wait,
     has_dependent_launch,
+    is_hopper,
     overlap,
     power_of_two,
     tl,
@@ -68,6 +70,8 @@ TAIL = 64
 # Of many tokens, of matrices in 16 bits on sm_90, gated and not: on an H200, where a prompt of 2048
 # tokens of V2-Lite takes 314 and 163 us a layer (with pointers 361 and 184).
 _BOXED = Tile(128, 256, 64, 8, 4, TAIL, is_boxed=True)
+# Of bf16 from such an even share of rows on there is a faster kernel, with the same bits.
+GLUON_FROM, IN_GLUON = 96, ("worker.ops.experts.product_gluon", "grouped_product")
 # In four bits, on an H200: the same where it differs, and for so few rows of all experts that
 # programs leave multiprocessors idle.
 _FOUR = _TABLE | {
@@ -345,6 +349,12 @@ class _Stack(NamedTuple):
         if kind == "plain" and bias is shared is None and w.element_size() == 2:
             has_boxes = INTERPRETED or has_dependent_launch(x)
             kind = "boxed" if has_boxes and k % _BOXED.block_k == 0 else kind
+        share, is_plain = n * (top_k - held.shared) // held.count, finish[2:] == PLAIN_FINISH[2:]
+        if kind == "boxed" and is_plain and x.dtype == torch.bfloat16 and share >= GLUON_FROM:
+            product = from_gluon(*IN_GLUON) if is_hopper(x) and x.stride(0) % 16 == 0 else None
+            if product is not None:
+                product(x, w, routes, out, share)
+                return
         tile = choose(n, top_k - held.shared, held.count, gated=gated, kind=kind)
         width, boxes = tile.rows // 2 if gated else tile.rows, None
         if tile.is_boxed:

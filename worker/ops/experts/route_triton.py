@@ -229,10 +229,11 @@ def _arrange_kernel(
     expert = tl.program_id(0)
     at = tl.arange(0, AT_ONCE)
     enter(PDL)
-    row = 0
+    before = tl.zeros((AT_ONCE,), tl.int32)  # added up behind the loop: its loads wait for no sum
     for begin in range(0, num_rows, AT_ONCE):
         some = tl.load(ids + begin + at, mask=begin + at < num_rows, other=-1)
-        row += tl.sum(((some >= first) & (some < first + expert)).to(tl.int32), 0)
+        before += ((some >= first) & (some < first + expert)).to(tl.int32)
+    row = tl.sum(before, 0)
     tl.store(starts + expert, row)
     column = tl.where(expert < count, expert, count)
     counted = load + column
