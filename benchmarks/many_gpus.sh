@@ -14,6 +14,7 @@ if [ "${SMALL:-}" ]; then
     cut=(--dtype float32 --page-size 16 --repeat 1) large=small sparse=small-moe served=small
     rates=2,3,4 chats=(--concurrency 8 --prompt-len 256 --output-len 16 --duration 4)
     steps=(--batch 1 --prompt-len 16 --output-len 12) prompts=(--tokens 16,32)
+    [ "$num" = 8 ] && sparse=small # of eight heads
 fi
 limited() { # SECONDS NAME COMMAND...: its end in NAME.log; one that fails or hangs leaves the rest
     echo "== $2"
