@@ -7,13 +7,16 @@
     python -m benchmarks.gpu_cluster --gpus 2 --kind nvlink --rates 16,32,48 \\
         --concurrency 256 --prompt-len 4096 --output-len 2048 --out results
     python -m benchmarks.gpu_cluster --gpus 1 --kind nvlink --concurrency 256,32 --out results
+    python -m benchmarks.gpu_cluster --gpus 4 --kind nvlink --rates 8,16 --turn decode-1=prefill \\
+        --set prefill.replicas=2 --set decode.replicas=2 --out results
 
 Prompts and answers have exactly their lengths, and all KV is pulled from the prefill worker. The
 fourth has requests of lengths as of chats arrive at each rate: --concurrency is then the number of
-rows, and the two lengths together are the longest request. For each kind of transport --out gets
-the JSON of each load, which `kvlane bench report` puts side by side, the cluster's log and
-configuration, and what was pulled (`cluster-KIND.json`). Runs in a network namespace of its own
-(root), unless KVLANE_TEST_NAMESPACE is set. Needs the packages of the tests.
+rows, and the two lengths together are the longest request. The last has a worker change its role
+halfway through each rate. For each kind of transport --out gets the JSON of each load, which
+`kvlane bench report` puts side by side, the cluster's log and configuration, and what was pulled
+(`cluster-KIND.json`). Runs in a network namespace of its own (root), unless KVLANE_TEST_NAMESPACE
+is set. Needs the packages of the tests.
 """
 
 import argparse
@@ -21,6 +24,7 @@ import json
 import shutil
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -33,7 +37,7 @@ from benchmarks.load.__main__ import main as load
 from benchmarks.load.records import SIMULATED
 from benchmarks.load.result import read
 from benchmarks.output import described, ints, shown, write
-from tests.e2e.harness import REPOSITORY, enter_namespace_of, serving
+from tests.e2e.harness import REPOSITORY, Serve, enter_namespace_of, serving
 
 TINY = REPOSITORY / "worker" / "assets" / "tiny"
 PULLED = "kvlane_kv_pulled_bytes_total"
@@ -46,7 +50,7 @@ def parse() -> argparse.Namespace:
     made = described(__doc__)
     add = made.add_argument
     add("--model-config", type=Path, default=REPOSITORY / "benchmarks/models/qwen3-8b.json")
-    add("--gpus", type=int, default=1, help="0: CPUs; 1: shared by both workers; 2: one each")
+    add("--gpus", type=int, default=1, help="0: CPUs; 1: shared by both workers; more: one a rank")
     add("--chunk", type=int, default=2048, help="prompt tokens of one prefill step")
     add("--set", action="append", default=[], metavar="A.B=C", help="more configuration for serve")
     add("--port", type=int, default=8000)
@@ -60,12 +64,13 @@ def parse() -> argparse.Namespace:
     add("--output-len", type=int, default=128, help="tokens")
     add("--rates", type=ints, default=[], help="chats per second instead; 16,32: one by one")
     add("--duration", type=float, default=10.0, help="of a rate, s")
+    add("--turn", default="", help="NAME=ROLE, by commas: one halfway through each rate")
     return made.parse_args()
 
 
 def serve_config(options: argparse.Namespace, model: Path, kind: str) -> dict[str, Any]:
     """The tree that `serve` gets."""
-    num_gpus = {0: 0.0, 1: 0.5, 2: 1.0}[options.gpus]
+    num_gpus = 0.5 if options.gpus == 1 else float(options.gpus > 1)
     device = "cuda" if options.gpus else "cpu"
     engine = {"device": device, "prefix_cache": False}
     of_prefill = {**engine, "max_prefill_tokens": options.chunk}
@@ -111,6 +116,12 @@ def run_load(url: str, model: Path, path: Path, arguments: list[str]) -> int:
         "--url", url, "--endpoint", "completions", "--extra", '{"temperature": 0}', "--tokenizer",
         str(model), "--quiet", "--json", str(path), *arguments,
     ])  # fmt: skip
+
+
+def turn(root: Path, asked: str) -> None:
+    """Have a worker of the cluster below `root` take a role, as NAME=ROLE says."""
+    done = Serve(root).command("role", *asked.split("="))
+    print(f"{done.stdout}{done.stderr}", end="", flush=True)
 
 
 def make_model(model_config: Path, place: Path) -> None:
@@ -159,10 +170,15 @@ def measure(options: argparse.Namespace, model: Path, kind: str) -> int:
     sets = [word for each in options.set for word in ("--set", each)]
     began = time.monotonic()
     try:
-        with serving(["--config", str(config), *sets], options.port, keep=out) as url:
+        root = Path(tempfile.mkdtemp(prefix="jd"))
+        with serving(["--config", str(config), *sets], options.port, keep=out, root=root) as url:
             start_s = time.monotonic() - began
             print(f"{kind}: ready after {start_s:.1f} s", flush=True)
-            codes = [run_load(url, model, path, words) for path, words in asked.items()]
+            codes, turns = list[int](), iter(options.turn.split(","))
+            for path, words in asked.items():
+                if role := next(turns, ""):
+                    threading.Timer(options.duration / 2, turn, (root, role)).start()
+                codes.append(run_load(url, model, path, words))
             (row,) = json.loads(get(f"{url}/v1/models"))["data"]
             sums = totals(url)
             about = {

@@ -68,6 +68,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """What `build` reads, but for the phase."""
     add = parser.add_argument
     add("--model-config", type=Path, required=True, help="a config.json")
+    add("--layers", type=int, default=0, help="so many of the model's, from the first on; 0: all")
     add("--load-format", default="dummy", choices=("dummy", "safetensors"))
     add("--dtype", default="auto", help="auto: as the config says; float32 on CPU")
     add("--prompt-len", type=int, default=512)
@@ -106,6 +107,7 @@ def build(
         place = Path(folder)
         config = json.loads(options.model_config.read_text())
         config |= {"quantization_config": WEIGHTS[options.weights]} if options.weights else {}
+        config |= {"num_hidden_layers": options.layers} if options.layers else {}
         (place / "config.json").write_text(json.dumps(config))
         simulated = "simulate_accept_len" if options.accept >= 1 else "simulate_accept_share"
         spec: dict[str, Any] = {"widths": options.widths, simulated: options.accept}

@@ -1,4 +1,4 @@
-"""Every collective keeps the same promises, at one rank or at two."""
+"""Every collective keeps the same promises, at one rank, at two or at four."""
 
 import os
 import socket
@@ -25,7 +25,6 @@ from worker.peers.rank_group import Meeting, RankGroup, exchange
 from worker.peers.rendezvous import free_rendezvous, own_address
 from worker.registry import resolve
 
-SIZES = {"single": 1, "gloo": 2, "nccl": 2, "custom": 2}
 ON_GPUS = {"nccl", "custom"}
 ROWS, HIDDEN = 5, 64
 
@@ -94,15 +93,16 @@ def check_promises(collective: Any, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "size"),
     [
-        pytest.param(name, marks=pytest.mark.gpu(2) if name in ON_GPUS else ())
+        pytest.param(name, size, marks=pytest.mark.gpu(size) if name in ON_GPUS else ())
         for name in sorted(COLLECTIVES)
+        for size in ((1,) if name == "single" else (2, 4))
     ],
 )
-def test_collective_keeps_its_promises(name: str, tmp_path: Path):
+def test_collective_keeps_its_promises(name: str, size: int, tmp_path: Path):
     init_method = f"file://{tmp_path}/rendezvous"
-    run_ranks(keep_promises, name, SIZES[name], init_method, num_ranks=SIZES[name])
+    run_ranks(keep_promises, name, size, init_method, num_ranks=size)
 
 
 def hear_nobody(rank: int, init_method: str) -> None:

@@ -79,7 +79,11 @@ def check_trace(serve: Serve, collector: Collector) -> None:
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "victim", "rank"),
-    [(1, 2, "decode-0", 1), *pairwise.in_whole((2, 2, "decode-0", 0), (2, 1, "prefill-0", 1))],
+    [
+        (1, 2, "decode-0", 1),
+        *pairwise.in_whole((2, 2, "decode-0", 0), (2, 1, "prefill-0", 1)),
+        *pairwise.in_whole((1, 4, "decode-0", 3), (4, 2, "prefill-0", 2)),
+    ],
 )
 def test_ranks_answer_as_one_and_the_death_of_any_replaces_them_all(
     clusters: Clusters, collector: Collector, prefill: int, decode: int, victim: str, rank: int

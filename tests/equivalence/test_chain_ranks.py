@@ -1,4 +1,4 @@
-"""A chain drafter that is divided among two ranks drafts as the whole one does."""
+"""A chain drafter that is divided among ranks drafts as the whole one does."""
 
 from pathlib import Path
 
@@ -39,11 +39,12 @@ def drafted(path: Path, collective: Collective) -> list[Tensor]:
     return [g, *found, drafter.head.logits(found[1])]
 
 
+@pytest.mark.parametrize("num", [2, 4])
 @pytest.mark.parametrize("case", DIVIDED)
-def test_two_ranks_equal_one(case: str, tmp_path: Path) -> None:
+def test_ranks_equal_one(case: str, num: int, tmp_path: Path) -> None:
     path = tmp_path / case
     write_case(path, case)
     expected = drafted(path, SingleCollective())
-    for found in on_ranks(2, tmp_path, lambda group: drafted(path, group)):
+    for found in on_ranks(num, tmp_path, lambda group: drafted(path, group)):
         for got, wanted in zip(found, expected, strict=True):
             assert torch.allclose(got, wanted, atol=1e-4)

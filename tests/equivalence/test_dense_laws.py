@@ -50,6 +50,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "chunks, ngram": {"mode": "never", "max_prefill_tokens": 24, "widths": [1, 4]},
     "pulled, two ranks, ngram": {"mode": "always", "widths": [4], "decode_tp": 2},
     "pulled from two ranks": {"mode": "always", "prefill_tp": 2, "max_prefill_tokens": 24},
+    "by two ranks from four": {"mode": "always", "widths": [4], "prefill_tp": 4, "decode_tp": 2},
+    "by four ranks": {"mode": "always", "max_prefill_tokens": 24, "decode_tp": 4},
 }
 
 
@@ -209,16 +211,16 @@ def check_traced(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "prefill", "decode"),
+    ("case", "prefill", "decode", "num"),
     [
-        (SPARSE[0], "expert", "tensor"),
-        *in_whole((SPARSE[0], "tensor", "expert"), (SPARSE[1], "expert", "tensor")),
-        *in_whole((SPARSE[1], "tensor", "expert")),
+        *((SPARSE[0], "expert", "tensor", num) for num in (2, 4)),
+        *in_whole((SPARSE[0], "tensor", "expert", 4), (SPARSE[1], "expert", "tensor", 2)),
+        *in_whole((SPARSE[1], "tensor", "expert", 4)),
     ],
 )
-def test_workers_may_divide_experts_in_other_ways(case: str, prefill: str, decode: str) -> None:
+def test_workers_may_divide_experts_in_other_ways(case, prefill: str, decode: str, num) -> None:
     path, wanted = saved(case)
     made = sections(path, "always", experts=prefill)
     other = {"engine": made["engine"] | {"experts": decode}}
-    with running(made, decode_sections=other, prefill_tp=2, decode_tp=2) as cluster:
+    with running(made, decode_sections=other, prefill_tp=num, decode_tp=2) as cluster:
         assert ids(cluster.client.generate(prompts(), GREEDY)) == wanted

@@ -33,6 +33,7 @@ def test_logits_and_greedy_ids_equal_transformers(case: str, tmp_path: Path) -> 
     assert_same(save_random(path, *EXPERTS[case]), path, chunks=(64, 5))
 
 
+@pytest.mark.parametrize("num", models.RANKS)
 @pytest.mark.parametrize(
     ("case", "division"),
     [
@@ -44,9 +45,9 @@ def test_logits_and_greedy_ids_equal_transformers(case: str, tmp_path: Path) -> 
         ),
     ],
 )
-def test_two_ranks_equal_one(case: str, division: Division, tmp_path: Path) -> None:
+def test_ranks_equal_one(case: str, division: Division, num: int, tmp_path: Path) -> None:
     save_random(tmp_path, *EXPERTS[case])
-    models.assert_two_ranks_equal_one(tmp_path, tmp_path, experts=division)
+    models.assert_ranks_equal_one(num, tmp_path, tmp_path, experts=division)
 
 
 ONE_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")

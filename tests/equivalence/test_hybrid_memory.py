@@ -207,7 +207,7 @@ def test_hits_with_pages_in_eight_bits(place: str) -> None:
         made.close()
 
 
-@pytest.mark.parametrize("ranks", [(1, 2), *in_whole(((2, 1),), ((2, 2),))])
+@pytest.mark.parametrize("ranks", [(1, 2), *in_whole(((2, 1),), ((2, 2),), ((4, 2),), ((1, 4),))])
 @pytest.mark.parametrize("place", ["always", "never"])
 def test_hits_of_several_ranks_and_after_a_failover(place: str, ranks: tuple[int, int]) -> None:
     """ranks: of the prefill worker, of the decode workers. What one has begun the other ends."""

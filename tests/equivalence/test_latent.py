@@ -91,12 +91,13 @@ def test_both_forms_are_within_rounding_at_every_length(
         assert (found[0] - found[1]).abs().max() < 2e-5 * found[0].abs().max(), chunk
 
 
+@pytest.mark.parametrize("num", models.RANKS)
 @pytest.mark.parametrize(
     ("case", "division"),
     [("v3", "tensor"), *in_whole(("v3", "expert"), ("v2-lite", "expert"), ("v2", "tensor"))],
 )
-def test_two_ranks_equal_one(case: str, division: Division, tmp_path: Path) -> None:
-    models.assert_two_ranks_equal_one(saved(case)[0], tmp_path, experts=division)
+def test_ranks_equal_one(case: str, division: Division, num: int, tmp_path: Path) -> None:
+    models.assert_ranks_equal_one(num, saved(case)[0], tmp_path, experts=division)
 
 
 SERVED = [(case, way) for case in ("v3", "v2-lite") for way in WAYS]

@@ -124,13 +124,14 @@ def drafted(path: Path, collective: Collective, experts: Division) -> list[Tenso
     return [logits, found, drafts]
 
 
-def test_two_ranks_equal_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num", [2, *in_whole((4,))])
+def test_ranks_equal_one(num: int, tmp_path: Path) -> None:
     """Experts in parts, and whole ones."""
     path = tmp_path / "target"
     save_mtp(path, *EXPERTS["qwen3.5-moe"])
     ways: tuple[Division, ...] = ("tensor", "expert")
     expected = drafted(path, SingleCollective(), "auto")
-    for both in on_ranks(2, tmp_path, lambda group: [drafted(path, group, way) for way in ways]):
+    for both in on_ranks(num, tmp_path, lambda group: [drafted(path, group, way) for way in ways]):
         for found in both:
             for got, wanted in zip(found, expected, strict=True):
                 assert (got - wanted).abs().max() < BOUND

@@ -78,12 +78,12 @@ def test_experts_stay_in_four_bits_and_are_worth_what_transformers_reads() -> No
 
 
 @pytest.mark.parametrize(
-    ("form", "division"),
-    [("mxfp4", "tensor"), *in_whole(("mxfp4", "expert"), ("plain", "tensor"))],
+    ("form", "division", "num"),
+    [("mxfp4", "tensor", 2), *in_whole(("mxfp4", "expert", 4), ("plain", "tensor", 4))],
 )
-def test_two_ranks_equal_one(form: str, division: Any, tmp_path: Path) -> None:
+def test_ranks_equal_one(form: str, division: Any, num: int, tmp_path: Path) -> None:
     path = saved(form)[0]
-    models.assert_two_ranks_equal_one(path, tmp_path, experts=division, eight=form == "mxfp4")
+    models.assert_ranks_equal_one(num, path, tmp_path, experts=division, eight=form == "mxfp4")
 
 
 def test_ranks_that_would_share_a_group_are_refused_by_name() -> None:
@@ -138,7 +138,7 @@ def test_a_chain_that_is_fed_by_the_layers_changes_nothing(tmp_path: Path) -> No
             "dequantize: True",
         ),
         ({"swiglu_limit": -1}, "swiglu_limit: must be a positive number"),
-        ({"num_experts_per_tok": 7}, "num_experts_per_tok: 7 is more than"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok: 9 is more than"),
         ({"hidden_act": "gelu"}, "hidden_act.*silu"),
     ],
 )

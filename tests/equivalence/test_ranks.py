@@ -128,7 +128,7 @@ def test_a_part_that_does_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.product(
     drafter=("chain", *pairwise.more("none", "ngram", "dflash")),
-    prefill=(1, *pairwise.more(2, 4)),
+    prefill=(1, 4, *pairwise.more(2)),
     decode=(2, *pairwise.more(4, 1)),
     num_groups=(2, *pairwise.more(1)),
 )

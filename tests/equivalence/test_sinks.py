@@ -43,8 +43,9 @@ def test_logits_and_greedy_ids_equal_transformers(saved: tuple[torch.nn.Module, 
     models.assert_same(*saved, chunks=(64, 5))
 
 
-def test_two_ranks_equal_one(saved: tuple[torch.nn.Module, Path], tmp_path: Path) -> None:
-    models.assert_two_ranks_equal_one(saved[1], tmp_path)
+@pytest.mark.parametrize("num", models.RANKS)
+def test_ranks_equal_one(saved: tuple[torch.nn.Module, Path], num: int, tmp_path: Path) -> None:
+    models.assert_ranks_equal_one(num, saved[1], tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -312,11 +312,11 @@ def test_lengths_around_every_boundary_of_pages(expected, alone: Running) -> Non
             assert after - before == (length - 1) // PAGE * PAGE
 
 
-@pytest.mark.parametrize("kind", ["host", "disk"])
-def test_ranks_keep_and_bring_their_own_heads(kind: str, expected, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "num"), [("host", 2), ("disk", 4)])
+def test_ranks_keep_and_bring_their_own_heads(kind, num: int, expected, tmp_path: Path) -> None:
     """Law 7: one process decides; a rank that copies late delays, and disagrees with nobody."""
     tier = HOST if kind == "host" else {"directory": str(tmp_path / "tier")}
-    with running(tiered(tier), num_prefill=0, decode_tp=2) as cluster:
+    with running(tiered(tier), num_prefill=0, decode_tp=num) as cluster:
         assert one_by_one(cluster, prompts()) == expected
         cold = computed(cluster)
         assert one_by_one(cluster, prompts()) == expected

@@ -5,8 +5,9 @@ In float32, with the bundled model; every prompt is computed by the prefill work
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -78,10 +79,10 @@ def check(serve: Serve, wanted: Answers, case: "Case") -> None:
     assert serve.leftovers() == []
 
 
-def ranks(several: str, other: str) -> tuple[str, ...]:
-    """Two ranks of a role with a GPU each, and the other role on the CPU."""
+def ranks(several: str, other: str, num: int = 2) -> tuple[str, ...]:
+    """So many ranks of a role with a GPU each, and the other role on the CPU."""
     return (
-        "--set", f"{several}.tp=2", "--set", f"{several}.engine.strict=true",
+        "--set", f"{several}.tp={num}", "--set", f"{several}.engine.strict=true",
         "--set", f"{other}.engine.device=cpu", "--set", "transport.kind=tcp",
         "--set", "kv.num_groups=1",  # else more on a GPU, and the two would refuse each other
     )  # fmt: skip
@@ -129,9 +130,32 @@ def of_model(name: str) -> tuple[str, ...]:
     return "--model", name, "--set", "model.served_name=tiny"
 
 
-def with_experts(experts: str) -> Case:
-    arguments = *ranks("decode", "prefill"), "--set", f"decode.engine.experts={experts}"
-    return Case(2, arguments, "sockets/tcp", model="tiny-moe", page_bytes=4 * LAYER_BYTES)
+def unequal(prefill: int, decode: int) -> Case:
+    """Ranks of both roles, a GPU each."""
+    wanted = ("--set", f"prefill.tp={prefill}", "--set", f"decode.tp={decode}", *of_kind("nvlink"))
+    return Case(prefill + decode, wanted, "mooncake/nvlink")
+
+
+def of_ranks(num: int) -> dict[str, Case]:
+    """One role's; each of two heads is pulled by a rank or by two, latents by all."""
+
+    def case(several: str, other: str, *more: str, pages: int = 6, **model: Any) -> Case:
+        arguments = *ranks(several, other, num), *more
+        pages *= num // 2 * LAYER_BYTES if several == "decode" else LAYER_BYTES
+        return Case(num, arguments, "sockets/tcp", several == "decode", page_bytes=pages, **model)
+
+    def experts(way: str) -> Case:
+        more = "--set", f"decode.engine.experts={way}"
+        return case("decode", "prefill", *more, pages=4, model="tiny-moe")
+
+    prefill = case("prefill", "decode", "--set", f"decode.tp={num // 2}")
+    of_latents = case("decode", "prefill", model="tiny-latent")
+    pages = num * 4 * PAGE_SIZE * (64 + 16) * 4
+    return {
+        "decode": case("decode", "prefill"), "prefill": prefill,
+        "divided experts": experts("tensor"), "whole experts": experts("expert"),
+        "latents": replace(of_latents, page_bytes=pages),
+    }  # fmt: skip
 
 
 def hybrid(arguments: tuple[str, ...], transport: str, *, replays: bool = True) -> Case:
@@ -151,10 +175,8 @@ CASES = {
     ),
     "two GPUs, sockets": Case(2, of_kind("tcp"), "sockets/tcp"),
     "two GPUs, nvlink": Case(2, of_kind("nvlink"), "mooncake/nvlink"),
-    "ranks of decode": Case(2, ranks("decode", "prefill"), "sockets/tcp"),
-    "ranks of prefill": Case(2, ranks("prefill", "decode"), "sockets/tcp", replays=False),
-    "divided experts": with_experts("tensor"),
-    "experts by rank": with_experts("expert"),
+    **{f"{p} to {d} ranks, nvlink": unequal(p, d) for p, d in ((2, 1), (1, 2), (2, 2), (4, 2))},
+    **{f"{name}, {num} ranks": case for num in (2, 4) for name, case in of_ranks(num).items()},
     "two GPUs, experts": Case(
         2, of_kind("nvlink"), "mooncake/nvlink", True, "tiny-moe", 4 * LAYER_BYTES
     ),

@@ -52,11 +52,13 @@ def check(serve: Serve, kind: str, *arguments: str) -> None:
     assert all(now <= then + SLACK_MIB for now, then in zip(memory_used(), unused, strict=True))
 
 
-@pytest.mark.gpu(2, alone=True)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["nvlink", "tcp"])
-def test_kills_on_two_gpus(kind: str, serve: Serve) -> None:
-    check(serve, kind)
+@pytest.mark.parametrize(
+    "tp", [pytest.param(tp, marks=pytest.mark.gpu(2 * tp, alone=True)) for tp in (1, 2)]
+)
+def test_kills_with_a_gpu_for_each_rank(kind: str, tp: int, serve: Serve) -> None:
+    check(serve, kind, "--set", f"prefill.tp={tp}", "--set", f"decode.tp={tp}")
 
 
 @pytest.mark.gpu(1, alone=True)

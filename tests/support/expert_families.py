@@ -5,8 +5,8 @@ from typing import Any
 # Three layers of four are gated delta nets. Their norm divides by the size of what may be small: a
 # larger eps keeps it from enlarging the last bits of both sides.
 DELTA = {
-    "rms_norm_eps": 1e-4, "num_hidden_layers": 4, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+    "rms_norm_eps": 1e-4, "num_hidden_layers": 4, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
 }  # fmt: skip
 SPARSE = {
     "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,

@@ -15,7 +15,7 @@ SHAPE = {
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048,
     "layer_types": ["full_attention", "linear_attention"] * 2, "tie_word_embeddings": False,
     "eos_token_id": 1, "rms_norm_eps": 1e-5,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16,
     "linear_value_head_dim": 32, "torch_dtype": "float32",
     "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25,
@@ -25,7 +25,7 @@ SHAPE = {
 
 
 EXPERTS = {
-    "architectures": ["Qwen3_5MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2,
+    "architectures": ["Qwen3_5MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
 }  # fmt: skip
 

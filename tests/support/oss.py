@@ -18,7 +18,7 @@ YARN = {
 OSS: dict[str, Any] = {
     "vocab_size": 200,
     "hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "num_hidden_layers": 4,
-    "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7, "swiglu_limit": 2.0,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 7, "swiglu_limit": 2.0,
     "rope_parameters": YARN, "pad_token_id": 0,
 }  # fmt: skip
 DECLARED = {

@@ -218,7 +218,7 @@ else:
             bits = found.contiguous().view(BITS[dtype]).to(torch.int64).sum()
             digests[rank] = digests[rank] * 31 + bits
 
-    @pytest.mark.parametrize("world", [3, *pairwise.in_whole((2,))])
+    @pytest.mark.parametrize("world", [3, *pairwise.in_whole((2,), (4,), (8,))])
     def test_sums_are_those_of_the_ranks_in_their_order(world: int) -> None:
         digests = torch.zeros(world, dtype=torch.int64).share_memory_()
         num_calls = 300 if pairwise.whole else 5  # each algorithm and dtype

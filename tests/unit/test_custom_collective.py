@@ -13,6 +13,7 @@ import torch
 
 from tests.contract.test_collective import check_promises
 from tests.support.interpreted import INTERPRETED
+from tests.support.pairwise import in_whole
 from tests.support.peer_interpreted import access_by_interpreter
 from tests.support.processes import run_ranks
 from worker.errors import PeerLost, Unsupported, UserError
@@ -106,12 +107,12 @@ if not INTERPRETED:
 
 else:
 
-    def keep_promises(rank: int, folder: str) -> None:
-        collective = collective_of(rank, 2, folder)
+    def keep_promises(rank: int, size: int, folder: str) -> None:
+        collective = collective_of(rank, size, folder)
         check_promises(collective, torch.device("cpu"))
 
-    def choose_by_bytes(rank: int, folder: str) -> None:
-        collective = collective_of(rank, 2, folder)
+    def choose_by_bytes(rank: int, size: int, folder: str) -> None:
+        collective = collective_of(rank, size, folder)
         collective.table = ((4 * KIB, ONE_SHOT), (32 * KIB, TWO_SHOT))
         assert collective.algorithm(4 * KIB, torch.bfloat16) == ONE_SHOT
         assert collective.algorithm(4 * KIB, torch.int32) == NCCL
@@ -126,25 +127,27 @@ else:
         for rows, copied in ((1, False), (8, True), (64, False)):
             x = torch.full((rows, 1024), float(rank + 1))
             total = collective.all_reduce(x)
-            assert bool((total == 3).all())
+            assert bool((total == size * (size + 1) // 2).all())
             assert (total.data_ptr() != x.data_ptr()) is copied
             assert (collective.memory.offset(total) is not None) is copied
         empty = torch.empty(0, 1024)
         assert collective.all_reduce(empty) is empty
         collective.check()
         collective._control[FAULT] = 1  # as a kernel does
-        with pytest.raises(PeerLost, match=f"custom rank {rank} of 2"):
+        with pytest.raises(PeerLost, match=f"custom rank {rank} of {size}"):
             collective.check()
         collective.close()
         collective.close()
 
-    def lose_the_peer(rank: int, folder: str) -> None:
-        collective = collective_of(rank, 2, folder)
+    def lose_the_peer(rank: int, size: int, folder: str) -> None:
+        collective = collective_of(rank, size, folder)
         collective.all_reduce(torch.ones(1, 64))
         collective.set_timeout(0.2)
-        if rank == 0:
+        if rank < size - 1:
             collective.all_reduce(torch.ones(1, 64))
-            with pytest.raises(PeerLost, match="custom rank 0 of 2: a peer did not come in time"):
+            with pytest.raises(
+                PeerLost, match=f"custom rank {rank} of {size}: a peer did not come in time"
+            ):
                 collective.check()
         collective.close()
 
@@ -154,6 +157,7 @@ else:
         "a peer that does not come is a typed error": lose_the_peer,
     }
 
+    @pytest.mark.parametrize("size", [2, *in_whole((4,))])
     @pytest.mark.parametrize("law", LAWS)
-    def test_of_two_ranks(law: str, tmp_path: Path) -> None:
-        run_ranks(LAWS[law], str(tmp_path), num_ranks=2)
+    def test_of_ranks(law: str, size: int, tmp_path: Path) -> None:
+        run_ranks(LAWS[law], size, str(tmp_path), num_ranks=size)

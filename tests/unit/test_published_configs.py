@@ -2,13 +2,18 @@
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.instruments import WEIGHTS
+from tests.support.family_table import MODELS
 from tests.support.published import HEAD, TABLE, published, rows
+from worker.config import ModelConfig, SpecConfig
 from worker.config.checkpoint.shape import ModelShape, read_model_shape
+from worker.start.check import check_directories
 
 COMMAND_R_PLUS = "CohereLabs/c4ai-command-r-plus"
 
@@ -76,6 +81,15 @@ def test_command_r(read: Any) -> None:
     assert [mask.window for mask in small.masks[:5]] == [4096, 4096, 4096, None, 4096]
     assert [small.rope(i) is None for i in range(5)] == [False, False, False, True, False]
     assert small.scales.logits == 4.0
+
+
+@pytest.mark.parametrize("name", ["qwen3-32b", "llama-3.3-70b", "qwen3-235b-a22b"])
+def test_large_shapes_of_benchmarks_divide_among_eight_ranks(name: str, tmp_path: Path) -> None:
+    own = json.loads((MODELS / f"{name}.json").read_text())
+    for more, num in product(({}, {"quantization_config": WEIGHTS["fp8"]}), (1, 2, 4, 8)):
+        (tmp_path / "config.json").write_text(json.dumps(own | more))
+        model = ModelConfig(path=str(tmp_path), load_format="dummy")
+        check_directories(model, SpecConfig(), {"decode.tp": (num, "auto")})
 
 
 def test_the_table_says_what_is_said_of_each(tmp_path: Path) -> None:
