@@ -16,7 +16,8 @@ A config.json is a model of that shape with dummy weights. Exits with 1 if a tie
 two thirds of the tokens, or if an answer is another one; in bfloat16 answers are not compared, as
 what is computed with other chunks is rounded otherwise. `--memory` judges other figures, of a
 process for each kind: how much more of it is resident than without a tier, pinned pages included,
-what its directory takes, and whether the tier is full are as --host-gib says, within 3 %.
+what its directory takes, and whether the tier is full are as --host-gib says, within 3 %. On a GPU
+whose kernels are not compiled yet, `--tiers none,none,host,disk`: who compiles them holds more.
 """
 
 import argparse

@@ -60,12 +60,12 @@ ROOT_FILES = 13  # of worker, __init__ among them
 
 # What grows unseen if nothing caps it; `tests.support.structure` prints the figures.
 MAX = {
-    "worker": 38_720,
+    "worker": 39_080,
     "router": 16_800,
     "cluster": 7_650,
-    "product": 63_150,
-    "tests": 69_640,
-    "benchmarks": 10_110,
+    "product": 63_530,
+    "tests": 70_000,
+    "benchmarks": 10_170,
     "tests / product": 1.11,
     "wide functions": 12,
     "each": 224,
