@@ -17,6 +17,8 @@ MAX_CANDIDATES = 3
 UNKNOWN_S_PER_TOKEN = 1e-4
 # A long prompt that is there weighs as much as all rows of a worker, a short one less.
 LONG_TOKENS = 256
+HOTTER = 0.3  # of its rows, above the mean: it has no advantage, or all would crowd there
+TURN_TOKENS = 2048  # that a conversation more, at a worker above the mean, is thought to cost later
 POLICIES = {
     "least_loaded": "router.dispatch.policy:LeastLoaded",
     "prefix_aware": "router.dispatch.policy:PrefixAware",
@@ -81,8 +83,9 @@ class LeastLoaded(Policy):
 class PrefixAware(Policy):
     """Where most of the prompt is, unless that worker is so much busier; else as LeastLoaded.
 
-    A worker beyond its rows has no advantage: prompts would wait. Nor has any by what conversations
-    have in common, if those that hold it have more of these than the mean: all would crowd there.
+    A worker beyond its rows, or much busier than the mean, has no advantage: prompts would wait.
+    Nor has any by what conversations have in common, if those that hold it have so many more of
+    them than the mean that a copy elsewhere costs less: all would crowd there.
     """
 
     follows_sessions = True
@@ -93,7 +96,7 @@ class PrefixAware(Policy):
     def choose(self, prompt: Prompt, decode: Pool, prefill: Pool, salt: str = "") -> Route:
         blocks, prefixes = blocks_of(prompt, salt), self._prefixes
         weight, had = 1 / max(LONG_TOKENS, len(prompt)), dict[PeerId, float]()
-        num_at = [prefixes.num_at[known.peer] for known in decode]
+        hot = min(1.0, HOTTER + fmean(known.load for known in decode))
 
         def held(known: Known) -> float:
             if (peer := known.peer) not in had:
@@ -103,11 +106,12 @@ class PrefixAware(Policy):
         crowded = False
         if prefixes.is_common(blocks):
             most = max(map(held, decode))
-            there = [num for known, num in zip(decode, num_at, strict=True) if held(known) == most]
-            crowded = fmean(there) > fmean(num_at)
+            there = [prefixes.num_at[known.peer] for known in decode if held(known) >= most / 2]
+            more = fmean(there) - fmean(prefixes.num_at[known.peer] for known in decode)
+            crowded = more * TURN_TOKENS > most
 
         def cost(known: Known) -> tuple[float, int, float]:
-            has = held(known) * weight if known.load < 1 and not crowded else 0.0
+            has = held(known) * weight if known.load < hot and not crowded else 0.0
             return known.load - has, prefixes.num_at[known.peer], random.random()
 
         def wait_s(known: Known) -> tuple[float, float]:

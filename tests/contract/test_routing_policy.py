@@ -113,6 +113,13 @@ def test_prefix_aware_spreads_conversations_and_their_turns_go_where_they_are() 
     assert [at(i, 128) for i in range(1, 10)] == homes
 
 
+def test_prefix_aware_copies_no_long_document_for_the_next_question() -> None:
+    chosen, decode = policy("prefix_aware"), [known(f"d{i}", "decode") for i in range(8)]
+    document = tuple(range(30_000))
+    at = {chosen.choose((*document, *([i] * 64)), decode, []).decode for i in range(10)}
+    assert len(at) == 1, "until its worker is busy"
+
+
 def test_prefix_aware_believes_what_workers_report() -> None:
     chosen, decode = policy("prefix_aware"), [known(f"d{i}", "decode") for i in range(2)]
     system = tuple(range(512))

@@ -85,6 +85,7 @@ def test_turns_without_a_name_find_their_session_as_well(monkeypatch: pytest.Mon
     """Known by their text alone; what all have in common draws nobody."""
     named = served(4)
     monkeypatch.setattr(PrefixAware, "follows_sessions", False)
+    random.seed(1)  # of equals it takes one at random
     simulated = Simulated(4, PAGES, ROWS, policy_name="prefix_aware", seed=1)
     simulated.run(SESSIONS, TURNS, kill_at=None)
     prefilled = [worker.num_prefilled for worker in simulated.workers.values()]
