@@ -118,9 +118,10 @@ def run_load(url: str, model: Path, path: Path, arguments: list[str]) -> int:
     ])  # fmt: skip
 
 
-def turn(root: Path, asked: str) -> None:
+def turn(root: Path, asked: str, codes: list[int]) -> None:
     """Have a worker of the cluster below `root` take a role, as NAME=ROLE says."""
     done = Serve(root).command("role", *asked.split("="))
+    codes.append(done.returncode)
     print(f"{done.stdout}{done.stderr}", end="", flush=True)
 
 
@@ -177,7 +178,7 @@ def measure(options: argparse.Namespace, model: Path, kind: str) -> int:
             codes, turns = list[int](), iter(options.turn.split(","))
             for path, words in asked.items():
                 if role := next(turns, ""):
-                    threading.Timer(options.duration / 2, turn, (root, role)).start()
+                    threading.Timer(options.duration / 2, turn, (root, role, codes)).start()
                 codes.append(run_load(url, model, path, words))
             (row,) = json.loads(get(f"{url}/v1/models"))["data"]
             sums = totals(url)

@@ -3,6 +3,7 @@
 # minutes each. None has run on GPUs yet.
 # SMALL=1: the same of small shapes on a CPU, that everything runs.
 set -uo pipefail
+failed=0
 part=$1 num=$2 out=$3 models=benchmarks/models
 mkdir -p "$out"
 on=() cut=() kind=nvlink gpus=$num large=llama-3.3-70b sparse=qwen3-235b-a22b served=qwen3-32b
@@ -19,8 +20,11 @@ fi
 limited() { # SECONDS NAME COMMAND...: its end in NAME.log; one that fails or hangs leaves the rest
     echo "== $2"
     timeout --kill-after 20 "$1" "${PYTHON:-python}" -m "${@:3}" >"$out/$2.log" 2>&1
-    echo "exit $?"
+    local code=$?
+    echo "exit $code"
     tail -n 12 "$out/$2.log"
+    [ $code = 0 ] || failed=1
+    return $code
 }
 engine() { # NAME SHAPE OPTION...
     local shape=$models/$2.json name=$1
@@ -37,9 +41,10 @@ case $part in
 tests)
     limited 540 ranks pytest -p no:cacheprovider -rs -k "4 or all_reduce" --durations 9 \
         tests/gpu/test_{all_reduce,ranks}_on_cuda.py tests/contract/test_collective.py & # they take little memory
+    beside=$!
     limited 540 clusters pytest -p no:cacheprovider -rs -k "4 or 2-nvlink or (ranks and nvlink)" --durations 9 \
         tests/gpu/test_{cluster,kills}_on_cuda.py
-    wait
+    wait $beside || failed=1
     ;;
 steps)
     limited 120 all-reduce benchmarks.all_reduce --ranks "$num" "${on[@]}" --json "$out/all-reduce.json"
@@ -55,3 +60,4 @@ served)
     cluster both --mode never --set prefill.replicas=0 --set "decode.replicas=$num"
     ;;
 esac
+exit $failed
