@@ -225,8 +225,8 @@ def two_ranks(case: str, path: Path) -> None:
 
 
 CASES = [
-    pytest.param(law, case, where, *change, id=f"{case}-{law.__name__[5:10]}-{where}-{number}")
-    for law, mutants in ((oracle, MUTANTS), (two_ranks, DIVIDED))
+    pytest.param(law, case, where, *change, id=f"{case}-{of}-{where}-{number}")
+    for of, law, mutants in (("logits", oracle, MUTANTS), ("ranks", two_ranks, DIVIDED))
     for case, places in mutants.items()
     for where, changes in places.items()
     for number, change in enumerate(changes)

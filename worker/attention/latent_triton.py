@@ -119,7 +119,7 @@ def _latent_blocks(
 @triton.jit
 def _fetch(at, ROW: tl.constexpr):
     """Have the L2 read rows of ROW numbers; at: [n], where they begin."""
-    LINES: tl.constexpr = triton.next_power_of_2(ROW // 64)
+    LINES: tl.constexpr = triton.next_power_of_2((ROW + 63) // 64)
     line_at = at[:, None] + tl.minimum(tl.arange(0, LINES) * 64, ROW - 1)[None, :]
     FETCH: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"  # pyright: ignore
     tl.inline_asm_elementwise(FETCH, "=r,l", [line_at], tl.int32, False, 1)  # pyright: ignore

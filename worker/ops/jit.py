@@ -70,7 +70,8 @@ def overlap(x: Tensor, **options: Any) -> dict[str, Any]:
     """`options`, and those by which a kernel over `x` starts while the kernel before it still ends.
 
     Programmatic dependent launch, compute capability 9.0 and later. A program calls gdc_wait
-    before it touches anything but weights, so the kernel may follow any other kernel.
+    before it touches anything but weights, so the kernel may follow any other kernel; latents' read
+    items before, behind whose plan another kernel has waited in full.
     """
     if has_dependent_launch(x):
         return {"PDL": True, "launch_pdl": True, **options}

@@ -69,7 +69,11 @@ def _loads(
     x, w, order, items, stride_x, num_tiles, columns, tiles, full, free, TOP_K: gl.constexpr,
     GATED: gl.constexpr, STEPS: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """The warps that load: one, or where rows of tokens are gathered four."""
+    """The warps that load: one, or where rows of tokens are gathered four.
+
+    No fence stands between these rows' cp.async and wgmma, as in Triton's pipelines; PTX's model
+    asks for one.
+    """
     x_tiles, w_tiles = tiles
     WIDTH: gl.constexpr = AREA // GROUPS
     HALF: gl.constexpr = WIDTH // 2
