@@ -96,7 +96,7 @@ class PrefixAware(Policy):
     def choose(self, prompt: Prompt, decode: Pool, prefill: Pool, salt: str = "") -> Route:
         blocks, prefixes = blocks_of(prompt, salt), self._prefixes
         weight, had = 1 / max(LONG_TOKENS, len(prompt)), dict[PeerId, float]()
-        hot = min(1.0, HOTTER + fmean(known.load for known in decode))
+        hot = min(1.0, HOTTER + sum(known.load for known in decode) / len(decode))
 
         def held(known: Known) -> float:
             if (peer := known.peer) not in had:
