@@ -8,6 +8,8 @@ import pytest
 
 from tests.fault.growth import FEW, MIB, rises, sizes_of
 
+LEAK = 4 * MIB  # a sample: of a process of tests, which has a gigabyte by then, more than a share
+
 
 def test_what_rises_in_the_second_half_grows_and_what_has_filled_up_does_not() -> None:
     noise = [math.sin(7 * i) for i in range(120)]
@@ -38,8 +40,8 @@ def test_a_pool_that_fills_does_not_grow_and_a_leak_of_either_memory_does(leak: 
     for i in range(40):
         pool[2 * i * MIB : 2 * (i + 1) * MIB] = b"x" * 2 * MIB
         if leak:
-            leaked.append(mmap(-1, MIB, MAP_ANONYMOUS | kinds[leak]))
-            leaked[-1].write(b"x" * MIB)
+            leaked.append(mmap(-1, LEAK, MAP_ANONYMOUS | kinds[leak]))
+            leaked[-1].write(b"x" * LEAK)
         samples.append((float(i), sizes_of("it", os.getpid())))
     grows = {name for name, rise in rises(samples).items() if rise.is_growth}
     assert grows == ({f"it {leak} MiB"} if leak else set[str]())
