@@ -4,6 +4,7 @@
   how long a connection may be idle between two requests: a client that sends half a request, or a
   byte now and then, would keep its connection and our memory for ever.
 - `Outlet`: the head leaves with the first part of the body, and further parts leave without ASGI.
+- What is left of a refused request's body is read at the pace of REST_S: a crowd's held all up.
 - One `Host` header, trailers apart from headers, and no 400 into the middle of an answer.
 """
 
@@ -28,6 +29,7 @@ GRACE_S = 1.0  # a route that reads the body answers 408 first, with the headers
 # Limit for a head, for trailers, or for other bytes that bring a request no further. The segment in
 # which they began does not count. As in h11.
 MAX_HEAD_BYTES = 16 << 10
+REST_S = 0.002  # a read (256 KiB) of what is left of refused bodies, of all connections together
 INVALID = "Invalid HTTP request received."
 UPGRADING = (b"upgrade", b"connection", b"http2-settings")
 
@@ -104,11 +106,33 @@ class _Awaited(Enum):
     NOTHING = auto()  # a request is here; another one may come
 
 
+class Pace:
+    """At which all connections together read what is left of refused bodies. Loop only."""
+
+    num_waiting = 0  # connections, before they read on
+
+    def slow_down(self, connection: "LimitedProtocol") -> None:
+        """Its next read waits for its turn."""
+        if not connection.flow.read_paused:
+            connection.flow.pause_reading()
+            self.num_waiting += 1
+            connection.loop.call_later(REST_S * self.num_waiting, self._read_on, connection)
+
+    def _read_on(self, connection: "LimitedProtocol") -> None:
+        self.num_waiting -= 1
+        if not connection.pipeline:  # else uvicorn reads on
+            connection.flow.resume_reading()
+
+
+PACE = Pace()
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """One connection. refuses: answers a request by its head, or does not and says so."""
 
     leave: Callable[[], None] | None = None  # of the answer that is being written
     _is_refused = False  # the present request, by its head: nothing more of it matters
+    _has_rest = False  # a body that nobody wants goes on
     _state = _Awaited.ANYTHING
     _moved = False  # what arrived last was a part of a body, or began or ended something
     _idle_bytes = 0  # that have arrived since, see MAX_HEAD_BYTES
@@ -159,6 +183,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._idle_bytes = 0 if self._moved else self._idle_bytes + len(data)
         if self._idle_bytes > MAX_HEAD_BYTES and not self._refused:
             self.send_400_response(INVALID)
+        if self._has_rest:
+            PACE.slow_down(self)
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
@@ -205,10 +231,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._moved = True
         if not self._is_refused:
             super().on_body(body)
+        self._has_rest = self._is_refused or self.cycle.response_complete
 
     def on_message_complete(self) -> None:
         """All of a request is here."""
-        self._moved = True
+        self._moved, self._has_rest = True, False
         if not self.parser.should_upgrade() and not self._is_refused:
             super().on_message_complete()
             self._state = _Awaited.NOTHING

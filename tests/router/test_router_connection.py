@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from router.http import connection as connections
 from router.http.answer import Answer
 from router.http.connection import MAX_HEAD_BYTES
 from tests.fault.router_doubles import (
@@ -275,3 +276,25 @@ def test_a_client_that_leaves_after_a_large_body_is_noticed(
     client.close()
     while double.expect(Abort).req_id != generate.req_id:
         pass  # of a request of a test before
+
+
+@pytest.mark.parametrize("rest_s", [0.0, 3600.0])
+def test_the_rest_of_a_refused_body_is_read_at_its_own_pace(
+    served: Served, client: socket.socket, rest_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "REST_S", rest_s)
+    monkeypatch.setattr(connections, "PACE", connections.Pace())
+    num_bytes = 64 << 20
+    client.sendall(HEAD % (b"1.1", b"", num_bytes))
+    assert read_until(client, b"}").startswith(b"HTTP/1.1 413 ")
+    client.settimeout(1.0 if rest_s else HANG_S)
+    try:
+        client.sendall(bytes(num_bytes))
+    except TimeoutError:
+        assert rest_s, "it waits for its turn"
+        assert connections.PACE.num_waiting == 1
+    else:
+        assert not rest_s
+        client.sendall(HEALTH)
+        assert read_until(client, b"\r\n").startswith(b"HTTP/1.1 200 ")
+        wait_until(lambda: connections.PACE.num_waiting == 0)

@@ -61,10 +61,10 @@ ROOT_FILES = 13  # of worker, __init__ among them
 # What grows unseen if nothing caps it; `tests.support.structure` prints the figures.
 MAX = {
     "worker": 39_080,
-    "router": 16_800,
+    "router": 16_830,
     "cluster": 7_650,
-    "product": 63_530,
-    "tests": 70_000,
+    "product": 63_540,
+    "tests": 70_040,
     "benchmarks": 10_170,
     "tests / product": 1.11,
     "wide functions": 12,
