@@ -122,7 +122,8 @@ def test_a_gluon_that_is_not_as_expected_is_told_once(
     if changed:
         gluon()
         monkeypatch.delattr(f"triton.experimental.gluon.language.{changed}")
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    for module in (MODULE, "worker.ops.parts_gluon"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     if not changed:
         monkeypatch.setitem(sys.modules, MODULE, None)
     assert [kernel_of(built()) for _ in range(3)] == ["triton"] * 3

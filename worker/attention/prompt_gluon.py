@@ -29,16 +29,13 @@ from worker.attention.paged_plan_triton import FIELDS
 from worker.attention.paged_triton import scale_of
 from worker.attention.prompt_triton import BLOCK_M, BLOCKS_N, PromptKernel, PromptPlan
 from worker.ops.jit import num_sms, power_of_two
+from worker.ops.parts_gluon import ROWS, TILE, barriers, stored
 
-ROWS = gl.constexpr(64)  # of a group
 STAGES = {64: 4, 128: 2, 256: 2}  # blocks of keys on chip, by BLOCK_D; as many of values
 # By BLOCK_D. 32768 tokens, 32 heads, with and without: of 128 14.5 and 14.7 ms, 64 10.1 and 9.9.
 TURNS = {64: False, 128: True, 256: True}
-TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 # Registers of a thread of the second group, and of the warp that loads.
 COMPUTES, LOADS = gl.constexpr(240), gl.constexpr(24)
-# A Gluon without what the kernel names is met here and not by its compiler.
-NAMES = gl.warp_specialize, gl.NVMMADistributedLayout, gl.DistributedLinearLayout, gl.SliceLayout
 
 
 @gluon.constexpr_function
@@ -205,7 +202,7 @@ def _group(
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    STORED: gl.constexpr = _stored(BLOCK_D)
+    STORED: gl.constexpr = stored(BLOCK_D)
     q_tiles, k_tiles, v_tiles = tiles
     q_full, k_full, v_full = full
     q_free, k_free, v_free = free
@@ -286,27 +283,6 @@ def _group(
         _turn("sync", 0)  # the last that was given
 
 
-@gluon.constexpr_function
-def _stored(wide: int) -> Any:
-    """Threads of a group have 8 numbers in a row of its result, next to what they are given."""
-    more = [[0, 1 << i] for i in range(5, 9) if 1 << i < wide]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], *more, [8, 0]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, wide],
-    )
-
-
-@gluon.jit
-def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM):
-        mbarrier.init(made.index(i), count=COUNT)
-    return made
-
-
 @gluon.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _prompt_kernel(
     q, out, keys, values, items, counts, first_rows, sinks, num_tokens, num_rows, scale,
@@ -326,8 +302,8 @@ def _prompt_kernel(
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], keys.layout),
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], values.layout),
     )
-    full = _barriers(GROUPS, 1), _barriers(STAGES, 1), _barriers(STAGES, 1)
-    free = _barriers(GROUPS, 1), _barriers(STAGES, GROUPS), _barriers(STAGES, GROUPS)
+    full = barriers(GROUPS, 1), barriers(STAGES, 1), barriers(STAGES, 1)
+    free = barriers(GROUPS, 1), barriers(STAGES, GROUPS), barriers(STAGES, GROUPS)
     fence_async_shared()
     gl.warp_specialize(
         [

@@ -13,8 +13,6 @@ What holds of a row's bits holds here, too: sums over K ascend in the same steps
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false
 
-from typing import Any
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,17 +28,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from worker.ops.experts.route import Routes
 from worker.ops.jit import enter, num_sms, overlap, tl, triton
+from worker.ops.parts_gluon import ROWS, TILE, barriers, stored
 
-ROWS = gl.constexpr(64)  # of tokens, of a group
 AREA = gl.constexpr(512)  # groups times rows of weights of a tile: as many sums are kept
 BLOCK_K, STAGES = gl.constexpr(64), gl.constexpr(4)
-TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 # An expert's even share of rows from which two groups are faster than four, on an H200.
 TWO_FROM = 320
 # Groups -> registers of a thread of all but the first, and of the warps that load.
 REGISTERS = {2: (200, 104), 4: (104, 64)}
-# A Gluon without what the kernel names is met here and not by its compiler.
-NAMES = gl.warp_specialize, gl.NVMMADistributedLayout, gl.DistributedLinearLayout, gl.SliceLayout
+# As parts_gluon.NAMES.
 COPIES = async_copy.mbarrier_arrive, gl.fma, gl.div_rn
 
 
@@ -143,7 +139,7 @@ def _group(
     WIDTH: gl.constexpr = AREA // GROUPS
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     COLUMNS: gl.constexpr = WIDTH // 2 if GATED else WIDTH
-    STORED: gl.constexpr = _stored(COLUMNS)
+    STORED: gl.constexpr = stored(COLUMNS)
     dtype: gl.constexpr = out.dtype.element_ty
     total = gl.load(items) * num_tiles
     step = 0
@@ -185,27 +181,6 @@ def _group(
                 step += 1
 
 
-@gluon.constexpr_function
-def _stored(columns: int) -> Any:
-    """Threads of a group have 8 numbers in a row of its result, next to what they are given."""
-    more = [[0, 1 << i] for i in range(5, 9) if 1 << i < columns]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], *more, [8, 0]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, columns],
-    )
-
-
-@gluon.jit
-def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM):
-        mbarrier.init(made.index(i), count=COUNT)
-    return made
-
-
 @gluon.jit
 def _grouped_kernel(
     x, w, order, items, weights, out, stride_x, num_tiles, columns, TOP_K: gl.constexpr,
@@ -223,7 +198,7 @@ def _grouped_kernel(
         gl.allocate_shared_memory(dtype, [GROUPS * STAGES, ROWS, BLOCK_K], w.layout),
         gl.allocate_shared_memory(dtype, [STAGES, AREA // GROUPS, BLOCK_K], w.layout),
     )
-    full, free = _barriers(STAGES, 129 if GATED else 1), _barriers(STAGES, GROUPS)
+    full, free = barriers(STAGES, 129 if GATED else 1), barriers(STAGES, GROUPS)
     fence_async_shared()
     gl.warp_specialize(
         [(_loads, (
