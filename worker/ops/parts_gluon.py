@@ -29,7 +29,7 @@ def stored(columns: int) -> Any:
 
 @gluon.jit
 def barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
-    """So many, each of so many arrivals."""
+    """NUM of them, which COUNT arrivals complete."""
     made = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):
         mbarrier.init(made.index(i), count=COUNT)
