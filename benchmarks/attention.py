@@ -55,6 +55,7 @@ class Shape(NamedTuple):
 MODELS = {
     "qwen3-8b": Shape(36, 32, 8, 128),
     "hybrid-9b": Shape(8, 16, 4, 256),
+    "qwen3.6-35b-a3b": Shape(10, 16, 2, 256),
     "gemma2-9b": Shape(42, 16, 8, 256),
     "gpt-oss-20b": Shape(24, 64, 8, 64),
     "phi3-mini": Shape(32, 32, 32, 96),

@@ -44,17 +44,24 @@ def choose(
     num_reqs, num_tokens, max_query_len, max_seq_len = bounds
     group = heads[0] // heads[1]
     rows = max_query_len * group
-    widest = 32 if item_bytes > 2 else 64 if head_dim > 128 else 128
+    widest = 32 if item_bytes > 2 else 128
     block_n = min(MAX_BLOCK, _TILE_BYTES // (head_dim * item_bytes))
     highest = min(max(16, power_of_two(rows)), widest)
     # Small tiles read the keys more often, which costs little while there are few keys, and they
     # fill the device: 64 tokens alone take 3.9 us a layer in tiles of 16 rows, 5.9 in tiles of 128.
-    lowest = 16 if max_query_len >= 16 and max_seq_len <= SHORT_KEYS else highest
-    block_m, max_tiles, tiles = _tiles(
-        num_reqs, rows, num_tokens * group, highest, lowest, wanted=7 * num_sms // (8 * heads[1])
-    )
-    programs = tiles * heads[1]
-    shortest, most = _splits(programs, rows <= 64, num_sms)
+    lowest, wanted = highest, num_sms // (4 * heads[1])
+    if max_query_len >= 16 and max_seq_len <= SHORT_KEYS:
+        lowest, wanted = 16, 7 * num_sms // (8 * heads[1])
+    elif head_dim > 128 and highest == 128:
+        lowest = 64
+    block_m, max_tiles, tiles = _tiles(num_reqs, rows, num_tokens * group, highest, lowest, wanted)
+    programs, few_rows = tiles * heads[1], rows <= 64
+    shortest, most = _splits(programs, few_rows, num_reqs, num_sms)
+    # Heads of 256, 128 tokens of 16 heads behind 8064 for 2 of keys: tiles of 64 rows and keys take
+    # 73 us, of 128 rows by 32 keys 85; 512 tokens behind 8192 215 and 189.
+    is_square = block_m == 64 and head_dim > 128 and not few_rows
+    if is_square:
+        block_n = MAX_BLOCK
     # An SM holds three programs, or four with half the keys a step and fewer registers. Four pay
     # where all programs then run at once: 512 programs take 40.4 us a layer instead of 44.7.
     one_wave = block_m == 16 and 3 * num_sms < programs <= 4 * num_sms
@@ -75,7 +82,7 @@ def choose(
         shortest=shortest,
         most=most,
         programs=min(programs * max_splits, 16 * num_sms),
-        num_warps=4 if block_m * head_dim <= 8192 else 8,
+        num_warps=4 if block_m * head_dim <= 8192 or is_square else 8,
         max_registers=128 if one_wave else None,
         # Programs that start early spread unevenly over the SMs: 256 take 28 us a layer instead of
         # 23. Up to one program an SM, and with 512 and more, an early start gains 0.7 us.
@@ -86,7 +93,7 @@ def choose(
     )
 
 
-def _splits(programs: int, few_rows: bool, num_sms: int) -> tuple[int, int]:
+def _splits(programs: int, few_rows: bool, num_reqs: int, num_sms: int) -> tuple[int, int]:
     """(keys that are worth a split of their own, most splits of a tile) for so many (tile, head).
 
     The figures are microseconds a layer, on an H200 where no other card is named.
@@ -100,6 +107,10 @@ def _splits(programs: int, few_rows: bool, num_sms: int) -> tuple[int, int]:
         once, twice = 3 * num_sms // programs, 2 * 3 * num_sms // programs
         most = once if once >= 12 else max(min(twice, 16), 8 if programs > num_sms else 1)
         most = min(most, 16 if 12 * programs <= num_sms else 24)
+    elif num_reqs == 1:
+        # An SM holds one program of 128 rows: 128 tokens of 32 heads behind 8064 for 8 of keys take
+        # 62 in 4 splits, which run at once, and 115 in 17; 1024 behind 16384 663 in 1, 926 in 3.
+        most = min(max(1, num_sms // programs), MAX_SPLITS)
     else:
         most = min(-(-4 * num_sms // programs), MAX_SPLITS)
     # 576 keys, unsplit and in splits of 320, 192 and 128: 8 programs 11.5, 9.1, 7.4, 7.2;
