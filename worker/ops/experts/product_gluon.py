@@ -229,18 +229,24 @@ def items_of(starts: Tensor, num_rows: int, tokens: int) -> Tensor:
     return items
 
 
-def grouped_product(x: Tensor, w: Tensor, routes: Routes, out: Tensor, share: int) -> None:
+def grouped_product(
+    x: Tensor, w: Tensor, routes: Routes, out: Tensor, share: int, items: Tensor | None = None
+) -> Tensor:
     """What product_triton's _Stack.multiply makes of a stack alone, with nothing to add or clamp.
 
     w: [count, rows, k], of 16 bits; k is a multiple of BLOCK_K. share: of rows, an expert's even.
+    Returns `items`, or makes them: they are the same for all stacks of these routes and share.
     """
     (_, rows, k), columns = w.shape, out.shape[1]
     gated, groups = columns < rows, 2 if share >= TWO_FROM else 4
     width, (computes, loads) = AREA.value // groups, REGISTERS[groups]
+    if items is None:
+        items = items_of(routes.starts, len(routes.order), groups * ROWS.value)
     _grouped_kernel[(num_sms(x.device),)](
         x if gated else _describe(x, ROWS.value), _describe(w.view(-1, k), width // 2),
-        routes.order, items_of(routes.starts, len(routes.order), groups * ROWS.value),
-        routes.weights, out, x.stride(0), -(-columns // (width // 2 if gated else width)), columns,
+        routes.order, items, routes.weights, out, x.stride(0),
+        -(-columns // (width // 2 if gated else width)), columns,
         TOP_K=routes.ids.shape[1], GATED=gated, STEPS=k // BLOCK_K.value, GROUPS=groups,
         COMPUTES=computes, LOADS=loads, num_warps=4,
     )  # fmt: skip
+    return items

@@ -335,9 +335,12 @@ class _Stack(NamedTuple):
 
     def multiply(
         self, x: Tensor, routes: Routes, held: Held, n: int, out: Tensor, finish: Finish,
-        known: Any = None,
-    ) -> None:  # fmt: skip
-        """What _grouped_kernel makes of n tokens; gated where out is narrower than w has rows."""
+        known: Any = None, items: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """What _grouped_kernel makes of n tokens; gated where out is narrower than w has rows.
+
+        items: what the same returned of other matrices of these experts.
+        """
         w, scales, packed, bias, shared = self
         (count, rows, _), columns, (_, k) = w.shape, out.shape[1], x.shape
         some = 0 if shared is None else shared.numel() // (rows * k)
@@ -353,8 +356,7 @@ class _Stack(NamedTuple):
         if kind == "boxed" and is_plain and x.dtype == torch.bfloat16 and share >= GLUON_FROM:
             product = from_gluon(*IN_GLUON) if is_hopper(x) and x.stride(0) % 16 == 0 else None
             if product is not None:
-                product(x, w, routes, out, share)
-                return
+                return product(x, w, routes, out, share, items)
         tile = choose(n, top_k - held.shared, held.count, gated=gated, kind=kind)
         width, boxes = tile.rows // 2 if gated else tile.rows, None
         if tile.is_boxed:
@@ -384,6 +386,7 @@ class _Stack(NamedTuple):
                 GAIN=finish.gain, PLUS=finish.plus, LIMIT=finish.limit, SHARED=some,
             ),
         )  # fmt: skip
+        return None
 
 
 def expert_products_triton(
@@ -418,9 +421,9 @@ def expert_products_triton(
     hidden, parts = x.new_empty(all_rows, width), x.new_empty(all_rows, size)
     (of_up, of_down), (up_four, down_four) = scales or (None, None), packed or ((), ())
     ups = _Stack(gate_up, of_up, up_four, finish.up_bias, pair[0])
-    ups.multiply(x, routes, held, n, hidden, finish, rows)
+    items = ups.multiply(x, routes, held, n, hidden, finish, rows)
     downs = _Stack(down, of_down, down_four, finish.down_bias, pair[1])
-    downs.multiply(hidden, routes, held, n, parts, finish)
+    downs.multiply(hidden, routes, held, n, parts, finish, items=items)
     out, block = torch.empty_like(x) if out is None else out, min(1024, power_of_two(size))
     _combine_kernel[(n, -(-size // block))](
         parts, routes.ids, routes.plus, out, size, out.stride(0), held.first, held.total,
