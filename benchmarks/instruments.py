@@ -86,6 +86,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--tp", type=int, default=1, help="ranks, a process and a GPU each")
     add("--collective", default="auto", help="of these: gloo, nccl, custom")
     add("--drafter", type=Path, help="a config.json of a drafter, which gets random weights")
+    add("--head-dtype", default="auto", help="as spec.head_dtype")
     add("--widths", type=ints, default=[1], help="of verify windows: 1,2,4,8,16")
     add("--accept", type=float, default=1.0, help=ACCEPT)
     add("--graph", default="", help="of engine.graph, for the phase")
@@ -113,6 +114,7 @@ def build(
         spec: dict[str, Any] = {"widths": options.widths, simulated: options.accept}
         if options.drafter is not None:
             spec |= _drafter(options.drafter, place / "drafter")
+            spec["head_dtype"] = options.head_dtype
         page_size, kept = options.page_size, max(options.snapshots)
         per_req = options.output_len + 8 + 2 * max(options.widths) + 2 * page_size
         num_tokens = max_batch * per_req + (max_tokens or max_batch * options.prompt_len)

@@ -285,7 +285,8 @@ class WorkerConfig(Section):
         self, machine: Machine, *, model_max_len: int, model_dtype: str, note: Note = log_choice
     ) -> "WorkerConfig":
         """A new tree without `auto`, except for what depends on layout and model: num_pages,
-        num_groups, snapshots, penalty_rows, state_slots, and on CUDA max_num_reqs. Idempotent.
+        num_groups, snapshots, penalty_rows, state_slots, head_dtype, and on CUDA max_num_reqs.
+        Idempotent.
 
         model_max_len and model_dtype are the checkpoint's; note is called with every choice. Raises
         UserError if the model has fewer positions than max_model_len, or a collective needs GPUs.

@@ -1,5 +1,6 @@
 """From the configuration to a drafter: its checkpoint, its regions, its place beside the target."""
 
+import logging
 from dataclasses import replace
 
 from worker.attention.base import AttentionBackend, AttentionShape
@@ -15,12 +16,16 @@ from worker.drafts.dflash import DFlash, DFlashDrafter
 from worker.drafts.drafter import DrafterModel, Features
 from worker.drafts.drafter_config import READERS, check_block
 from worker.drafts.drafter_shape import ChainShape, DFlashShape, DrafterShape
+from worker.drafts.eight_bit_head import EightBitHead
 from worker.drafts.ngram import Ngram
-from worker.errors import UserError
+from worker.errors import Unsupported, UserError
 from worker.model.decoder import Decoder
+from worker.ops.scaled import multiplies_eight_bits
 from worker.plan import max_rows
 from worker.step.state import StepState
 
+log = logging.getLogger("kvlane.start")
+HEAD_SHARE = 50  # one part in so many of a worker's memory, for the head in eight bits by itself
 FROM_KEY_1 = KeyMask(first_key=1)  # a chain drafter has no row for slot 0
 
 
@@ -66,6 +71,32 @@ def load_drafter(config: WorkerConfig, shape: DrafterShape, target: Decoder) -> 
         model = ChainDrafter(shape, target, max_len)
     model.fill(config.model.drafter_directory(config.spec), noise=config.model.noise)
     return model
+
+
+def add_eight_bit_head(config: WorkerConfig, model: DrafterModel, share_bytes: int) -> None:
+    """Give a filled drafter what spec.head_dtype asks for, on a decode worker, if it has it not.
+
+    share_bytes: of the device, that the worker has to itself. Raises Unsupported if the GPU
+    multiplies no eight bits.
+    """
+    asked, head, device = config.spec.head_dtype, model.head.weight, model.placement.device
+    if config.role != "decode" or asked == "model" or model.eight_bit_head is not None:
+        return
+    multiplies = multiplies_eight_bits(device)
+    if asked == "auto":
+        is_large = head.numel() > share_bytes // HEAD_SHARE
+        if not (multiplies and model.target_is_quantised) or is_large or head.itemsize != 2:
+            return
+    elif device.type == "cuda" and not multiplies:
+        raise Unsupported(
+            f"spec.head_dtype: {asked} needs a GPU of compute capability 9 to 11; set it to model",
+            "spec.head_dtype",
+        )
+    model.eight_bit_head = made = EightBitHead(model.head, model.placement)
+    log.info(
+        "drafts read a copy of the head in eight bits: %.3g GB here beside %.3g GB in %s",
+        made.nbytes / 1e9, head.nbytes / 1e9, head.dtype,
+    )  # fmt: skip
 
 
 def build_drafter(

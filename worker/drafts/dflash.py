@@ -125,7 +125,7 @@ class DFlashDrafter(DrafterModel):
                     part, residual = layer(part, residual, batch.positions)
         normed, _ = self.final_norm.reduce_add(part, residual)
         drafts = normed.view(-1, block, normed.shape[1])[:, 1 : 1 + num_drafts]
-        return self.head.logits(drafts.reshape(-1, normed.shape[1]), whole=False)
+        return self.logits_of(drafts.reshape(-1, normed.shape[1]))
 
 
 class DFlash(Drafter):

@@ -259,7 +259,10 @@ class VocabParallelEmbedding(nn.Module):
 
         whole: gathered from all ranks; else [n, ids of `part`].
         """
-        part = product(hidden, self.weight)
+        return self.finished(product(hidden, self.weight), whole=whole)
+
+    def finished(self, part: Tensor, *, whole: bool = True) -> Tensor:
+        """As `logits`, of the products with this rank's rows, [n, rows], which may be changed."""
         if self.divisor != 1:
             part = part.div_(self.divisor)
         if self.cap:

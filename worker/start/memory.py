@@ -85,6 +85,11 @@ class DeviceMemory:
         """Exclude other processes that load on this device."""
         return nullcontext()
 
+    @property
+    def share_bytes(self) -> int:
+        """Of the device, that this worker has to itself."""
+        return self._engine.cpu_pool_bytes
+
     def wait_for_share(self) -> None:
         """Wait up to RETURN_S for this worker's share to be free; `num_pages` checks it later.
 
@@ -129,13 +134,16 @@ class CudaMemory(DeviceMemory):
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]
 
+    @property
+    def share_bytes(self) -> int:
+        total = torch.cuda.get_device_properties().total_memory
+        return int(float(self._engine.memory_fraction) * total)
+
     def wait_for_share(self) -> None:
         if self._engine.num_pages != "auto":
             return
         self.free_bytes()  # empties our allocator's cache, which mem_get_info counts as in use
-        total = torch.cuda.get_device_properties().total_memory
-        wanted = int(float(self._engine.memory_fraction) * total)
-        wait_for_free(wanted, lambda: torch.cuda.mem_get_info()[0], RETURN_S)
+        wait_for_free(self.share_bytes, lambda: torch.cuda.mem_get_info()[0], RETURN_S)
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         before, own = self.free_bytes(), torch.cuda.memory_reserved()
