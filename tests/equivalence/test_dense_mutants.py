@@ -129,7 +129,7 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ('fields.number("final_logit_softcapping", default=0.0)', "0.0"),
         ],
         "attention.reference:ReferenceAttention._weights": [("torch.tanh(scores / cap)", "scores")],
-        "model.layers:VocabParallelEmbedding.finished": [("if self.cap:", "if False:")],
+        "model.layers:VocabParallelEmbedding.logits": [("if self.cap:", "if False:")],
         "model.decoder:Decoder.embed": [("if self._scale == 1", "if True")],
         "model.decoder:FeedForward.forward": [("is not None:", "is None:")],
         "ops.norms:geglu": [('approximate="tanh"', 'approximate="none"')],
@@ -165,7 +165,7 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("self.feed_forward(selected(hidden", "self.feed_forward(selected(residual"),
         ],
         "model.decoder:norm_of": [("LayerNorm if features.layer_norm else", "")],
-        "model.layers:VocabParallelEmbedding.finished": [("if self.divisor != 1:", "if False:")],
+        "model.layers:VocabParallelEmbedding.logits": [("if self.divisor != 1:", "if False:")],
     },
     "command-r-norms": {
         "model.attention:HeadLayerNorms.forward": [

@@ -16,7 +16,7 @@ from worker.drafts.dflash import DFlash, DFlashDrafter
 from worker.drafts.drafter import DrafterModel, Features
 from worker.drafts.drafter_config import READERS, check_block
 from worker.drafts.drafter_shape import ChainShape, DFlashShape, DrafterShape
-from worker.drafts.eight_bit_head import EightBitHead
+from worker.drafts.head_copy import head_copy
 from worker.drafts.ngram import Ngram
 from worker.errors import Unsupported, UserError
 from worker.model.decoder import Decoder
@@ -73,14 +73,14 @@ def load_drafter(config: WorkerConfig, shape: DrafterShape, target: Decoder) -> 
     return model
 
 
-def add_eight_bit_head(config: WorkerConfig, model: DrafterModel, share_bytes: int) -> None:
+def add_head_copy(config: WorkerConfig, model: DrafterModel, share_bytes: int) -> None:
     """Give a filled drafter what spec.head_dtype asks for, on a decode worker, if it has it not.
 
     share_bytes: of the device, that the worker has to itself. Raises Unsupported if the GPU
     multiplies no eight bits.
     """
     asked, head, device = config.spec.head_dtype, model.head.weight, model.placement.device
-    if config.role != "decode" or asked == "model" or model.eight_bit_head is not None:
+    if config.role != "decode" or asked == "model" or model.head_copy is not None:
         return
     multiplies = multiplies_eight_bits(device)
     if asked == "auto":
@@ -92,10 +92,10 @@ def add_eight_bit_head(config: WorkerConfig, model: DrafterModel, share_bytes: i
             f"spec.head_dtype: {asked} needs a GPU of compute capability 9 to 11; set it to model",
             "spec.head_dtype",
         )
-    model.eight_bit_head = made = EightBitHead(model.head, model.placement)
+    model.head_copy = made = head_copy(model.head, model.placement)
     log.info(
         "drafts read a copy of the head in eight bits: %.3g GB here beside %.3g GB in %s",
-        made.nbytes / 1e9, head.nbytes / 1e9, head.dtype,
+        sum(part.nbytes for part in made.parameters()) / 1e9, head.nbytes / 1e9, head.dtype,
     )  # fmt: skip
 
 

@@ -227,7 +227,7 @@ class Chain(Drafter):
                 sampled.rows, position, slots, seed, state.floats.temperature, model.id_map,
                 model.head.part,
             )  # fmt: skip
-            logits = model.logits_of(output)
+            logits = model.head.logits(output, whole=False, copy=model.head_copy)
             token = draw_drafts(logits, draws, columns.drafts[:, k : k + 1])
 
     def _store(self, tokens: Tensor, before: Tensor, positions: Tensor, slots: Tensor) -> None:

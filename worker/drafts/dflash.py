@@ -125,7 +125,8 @@ class DFlashDrafter(DrafterModel):
                     part, residual = layer(part, residual, batch.positions)
         normed, _ = self.final_norm.reduce_add(part, residual)
         drafts = normed.view(-1, block, normed.shape[1])[:, 1 : 1 + num_drafts]
-        return self.logits_of(drafts.reshape(-1, normed.shape[1]))
+        taken = drafts.reshape(-1, normed.shape[1])
+        return self.head.logits(taken, whole=False, copy=self.head_copy)
 
 
 class DFlash(Drafter):

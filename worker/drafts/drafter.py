@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from worker.drafts.draft_forms import ANOTHER
 from worker.drafts.drafter_shape import DrafterShape
-from worker.drafts.eight_bit_head import EightBitHead
 from worker.errors import UserError
 from worker.forward.batch import Batch
 from worker.model.attention import RotaryEmbedding
@@ -17,6 +16,7 @@ from worker.model.decoder import Decoder, Taps
 from worker.model.layers import VocabParallelEmbedding
 from worker.model.placement import Placement
 from worker.step.state import StepState
+from worker.weights.base import Matrix
 from worker.weights.formats import format_of
 from worker.weights.loader import fill_with_noise, read_weights
 from worker.weights.shard import Key, Shard, split_heads, whole
@@ -55,8 +55,7 @@ class DrafterModel(nn.Module):
         self.rotary = RotaryEmbedding(shape, shape.rope_of_most, max_positions, device)
         self.embedding = self._rows("embedding", shape.target_vocab_size, target.embedding)
         self.head = self._rows("head", shape.vocab_size, target.head)
-        # The head's copy in eight bits, for drafts alone; None: they take the head itself.
-        self.eight_bit_head: EightBitHead | None = None
+        self.head_copy: Matrix | None = None  # in eight bits; None: drafts take the head itself
         # [vocab_size] i64: the target's id of each of the head's; None: they are the same.
         self.id_map: Tensor | None = None
         # d2t: target id minus draft id, by draft id. t2d: which target ids have a draft id.
@@ -79,10 +78,6 @@ class DrafterModel(nn.Module):
     def features(self, taps: Tensor) -> Tensor:
         """Fuse [n, num_features · target_hidden_size] into [n, hidden_size]."""
         raise NotImplementedError
-
-    def logits_of(self, output: Tensor) -> Tensor:
-        """[n, hidden_size], what the head takes -> logits of drafts, [n, ids of `head.part`]."""
-        return (self.eight_bit_head or self.head).logits(output, whole=False)
 
     def shards(self) -> dict[Key, Shard]:
         shards: dict[Key, Shard] = {}

@@ -254,15 +254,12 @@ class VocabParallelEmbedding(nn.Module):
         torch.index_select(self.weight, 0, rows, out=part)
         return self._collective.all_reduce(part.masked_fill_(elsewhere.unsqueeze(-1), 0.0))
 
-    def logits(self, hidden: Tensor, *, whole: bool = True) -> Tensor:
+    def logits(self, hidden: Tensor, *, whole: bool = True, copy: Matrix | None = None) -> Tensor:
         """hidden: [n, hidden_size] -> [n, vocab_size]: products with every token's row.
 
-        whole: gathered from all ranks; else [n, ids of `part`].
+        whole: gathered from all ranks; else [n, ids of `part`]. copy: of the weight, multiplies.
         """
-        return self.finished(product(hidden, self.weight), whole=whole)
-
-    def finished(self, part: Tensor, *, whole: bool = True) -> Tensor:
-        """As `logits`, of the products with this rank's rows, [n, rows], which may be changed."""
+        part = product(hidden, self.weight) if copy is None else copy.product(hidden)
         if self.divisor != 1:
             part = part.div_(self.divisor)
         if self.cap:

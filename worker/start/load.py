@@ -13,7 +13,7 @@ from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
 from worker.config.checkpoint.shape import ModelShape
 from worker.config.progress import Progress
-from worker.drafts.build import add_eight_bit_head, build_drafter, load_drafter, poison
+from worker.drafts.build import add_head_copy, build_drafter, load_drafter, poison
 from worker.drafts.drafter import DrafterModel
 from worker.drafts.drafter_shape import ChainShape, DrafterShape
 from worker.draw.simulated import SimulatedAcceptance
@@ -94,7 +94,7 @@ def load(start: Start, kept: Kept | None = None) -> Loaded:
         with explain_shortage("loading the weights"):
             weights = _load_weights(start) if kept is None else kept.weights
             if weights.drafter is not None:
-                add_eight_bit_head(config, weights.drafter, memory.share_bytes)
+                add_head_copy(config, weights.drafter, memory.share_bytes)
         models = weights.model, weights.drafter
         ended_at["weights"] = time.monotonic()
         config = with_max_num_reqs(config, layout, memory, rank_group.minimum)
