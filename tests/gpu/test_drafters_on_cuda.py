@@ -11,7 +11,7 @@ from tests.support.chain_reference import ChainReference
 from tests.support.dflash_reference import DFlashReference
 from tests.support.drafter_audit import audit, trace_is_right
 from tests.support.laws import ended
-from tests.support.lockstep import Ask, Lockstep, Window
+from tests.support.lockstep import DECODE, Ask, Lockstep, Window
 from tests.support.prompts import TINY, problem_ids
 from worker.api import Sampling
 
@@ -32,10 +32,13 @@ def requests() -> list[Ask]:
 
 
 def workers(
-    drafter: str, dtype: str, graph: str, widths: Sequence[int] = (), *, num_prefill: int = 0
-) -> Lockstep:
+    drafter: str, dtype: str, graph: str, widths: Sequence[int] = (), *, num_prefill: int = 0,
+    head_dtype: str = "model",
+) -> Lockstep:  # fmt: skip
     """widths: none, no speculation."""
-    spec = {"drafter": drafter, "widths": list(widths)} if widths else {}
+    spec: dict[str, object] = {}
+    if widths:
+        spec = {"drafter": drafter, "widths": list(widths), "head_dtype": head_dtype}
     sections: dict[str, dict[str, object]] = {
         "model": {"dtype": dtype},
         "kv": {"page_size": 16, "num_groups": 2},
@@ -86,6 +89,20 @@ def test_traces_and_pages_are_the_reference_s(drafter: str, graph: str, num_pref
         assert audit(engine, reference, NEAR) > 0
     assert max(window.num for trace in traces for window in trace) == 5
     made.close()
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_head_in_eight_bits_changes_no_answer(drafter: str) -> None:
+    found: list[tuple[list[list[int]], int]] = []
+    for head_dtype in ("model", "float8_e4m3fn"):
+        made = workers(drafter, "float32", "auto", [5], head_dtype=head_dtype)
+        assert all(check.equal for check in made.engines[DECODE].checks)
+        texts, traces = served(made)
+        found.append((texts, sum(window.num - 1 for trace in traces for window in trace)))
+        made.close()
+    (plain, num_plain), (eight, num_eight) = found
+    assert eight == plain
+    assert num_eight > 0.95 * num_plain
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
