@@ -197,7 +197,11 @@ def test_auto_copies_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> No
             head=SimpleNamespace(weight=torch.empty(8, 8, dtype=dtype)), head_copy=None,
             placement=SimpleNamespace(device=torch.device(device)), target_is_quantised=quantised,
         )  # fmt: skip
-        build.add_head_copy(WorkerConfig(role=role, spec=spec), model, share)
+        config = WorkerConfig(role=role, spec=spec)
+        build.add_head_copy(config, model, share)
+        made = model.head_copy
+        build.add_head_copy(config, model, share)  # as a worker that turns, with what it has
+        assert model.head_copy is made
         return model.head_copy is not None
 
     assert copies()

@@ -85,9 +85,9 @@ def test_resolved_leaves_no_auto_is_idempotent_and_changes_nothing_else(machine,
     assert tree.model_dump() == before
     assert resolved(done, machine) == done
     auto = {path for path, value in leaves(done).items() if value == "auto"}
-    # The first three, max_num_reqs and state_slots need the layout, penalty_rows, experts,
-    # kv.dtype and spec.head_dtype the model; disaggregation.mode is decided for each request, tracing.sample_ratio by
-    # the SDK of OpenTelemetry.
+    # The first three, max_num_reqs and state_slots need the layout, penalty_rows, experts, kv.dtype
+    # and spec.head_dtype the model; disaggregation.mode is decided for each request,
+    # tracing.sample_ratio by the SDK of OpenTelemetry.
     expected = {
         "engine.num_pages", "kv.num_groups", "kv.snapshots", "engine.penalty_rows",
         "disaggregation.mode", "engine.state_slots", "tracing.sample_ratio", "engine.experts",
