@@ -671,3 +671,15 @@ def test_loads_reach_every_corner() -> None:
     reached += ["pull waited for cooling", "cached"]
     reached += [f"kept {num} of {width}" for width in (1, 2, 4, 8) for num in range(1, width + 1)]
     assert not [each for each in reached if not total[each]], total
+
+
+def test_a_token_drawn_elsewhere_is_followed_by_one_drawn_here() -> None:
+    """A prefill worker has drawn and then failed; pages for both were promised."""
+    engine = EngineConfig(max_num_reqs=1, max_prefill_tokens=8, penalty_rows=1, growth_tokens=1)
+    queues = DecodeQueues(PageBook(3, 4), engine)
+    req = Req("r", 1, "r", [1, 2, 3], 3, Sampling(4, ignore_eos=True), 0.0)
+    assert queues.admit(req)
+    req.tokens.append(4)
+    assert not queues.admit(Req("s", 1, "r", [1], 1, Sampling(4), 0.0)), "it would take them"
+    queues.prefill_locally(req)
+    assert len(queues.take_chunks(0.0)) == 1

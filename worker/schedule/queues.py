@@ -68,7 +68,9 @@ class DecodeQueues:
         new, shares = req.phase is Phase.NEW, self.shares
         if new and self.preempted and not shares.is_short(req.router):
             return False
-        num_slots = min(len(req.tokens) + self._engine.growth_tokens, req.max_len)
+        # A prefill worker may draw a token, then fail; the next one is drawn here.
+        growth = max(2, self._engine.growth_tokens)
+        num_slots = min(len(req.tokens) + growth, req.max_len)
         # What the tree holds has no logits.
         most = 0 if req.is_to_score else len(req.tokens) - 1
         hold = self.book.open(req.tokens, num_slots, max_matched=most, salt=req.salt)
