@@ -14,7 +14,7 @@ from worker.cache.book import PageBook
 from worker.config import EngineConfig, LeaseConfig
 from worker.keyring import Refusals
 from worker.observe.metrics import WorkerMetrics
-from worker.plan import Drawn, Plan, RowStart, tail_of
+from worker.plan import Chunk, Drawn, Plan, RowStart, tail_of
 from worker.schedule.asked import PromptLimits
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
@@ -80,6 +80,8 @@ class Prompts:
         self.reqs: list[PrefillReq] = []  # admitted and not dropped, in order of arrival
         self.covered: dict[PrefillReq, int] = {}  # next token that no chunk has taken
         self.matched: dict[PrefillReq, int] = {}
+        self.passed: Counter[PrefillReq] = Counter()  # by so many tokens of later prompts
+        self.lacked_row: set[PrefillReq] = set()
         self.rows_of: dict[PrefillReq, int] = {}
         self.in_flight: list[tuple[Plan, list[PrefillReq], bool]] = []
         self.memory: dict[int, tuple[int, ...]] = {}  # slot -> tokens up to its own
@@ -146,14 +148,35 @@ class Prompts:
         """Those with tokens that no chunk has taken, in order of arrival."""
         return [req for req in self.reqs if self.covered[req] < req.num_target_tokens]
 
+    @property
+    def begun(self) -> list[PrefillReq]:
+        """Those of the waiting ones that have a row."""
+        return [req for req in self.waiting if self.covered[req] > self.matched[req]]
+
+    def expected_owners(self) -> list[PrefillReq]:
+        """Whose chunks the next step has: short ones first, but for who has been passed enough."""
+        num_left = {req: req.num_target_tokens - self.covered[req] for req in self.waiting}
+        enough = [req for req in num_left if self.passed[req] >= req.num_target_tokens]
+        others = sorted((req for req in num_left if req not in enough), key=num_left.__getitem__)
+        begun = set(self.begun)
+        owners, budget = list[PrefillReq](), self.chunk
+        for req in enough + others:
+            if budget > 0 and (req in begun or len(begun) < self.rows):
+                begun.add(req)
+                owners.append(req)
+                budget -= num_left[req]
+        return owners
+
     def launch(self, plan: Plan) -> None:
         assert (plan.decode, plan.releases) == ((), ()), "no row of a prefill worker stays active"
+        waiting, owners = self.waiting, self.expected_owners()
+        wanted = sum(req.num_target_tokens - self.covered[req] for req in owners)
         assert plan.starts == tuple(
             RowStart(
                 chunk.row, req.sampling, len(req.tokens) + 1,
                 len(req.tokens) - 1 + req.sampling.min_tokens,
             )
-            for req, chunk in zip(self.waiting, plan.chunks, strict=False)
+            for req, chunk in zip(owners, plan.chunks, strict=True)
             if req.sampling is not None and chunk.sample
         )  # fmt: skip
         assert plan.tail == tail_of(start.sampling for start in plan.starts)
@@ -162,9 +185,6 @@ class Prompts:
         rows = [chunk.row for chunk in plan.chunks]
         assert len(set(rows)) == len(rows) <= self.rows
         assert all(1 <= row <= self.rows for row in rows)
-        waiting = self.waiting
-        owners = waiting[: len(plan.chunks)]  # first come first served
-        assert len(owners) == len(plan.chunks)
         for index, (req, chunk) in enumerate(zip(owners, plan.chunks, strict=True)):
             assert chunk.start == self.covered[req], "a token is left out or computed twice"
             assert chunk.tokens == req.tokens[chunk.start : chunk.start + len(chunk.tokens)]
@@ -180,12 +200,29 @@ class Prompts:
             unfinished = self.covered[req] < req.num_target_tokens
             assert not unfinished or index == len(owners) - 1, "the budget goes to the first"
             self.apply_pages(plan, req, chunk.row)
+        self.note_passed(waiting, dict(zip(owners, plan.chunks, strict=True)))
         used = sum(len(chunk.tokens) for chunk in plan.chunks)
-        if len(owners) < len(waiting) and len(owners) < self.rows:
-            assert used == self.chunk, "budget left while prompts wait"
+        assert used == min(self.chunk, wanted), "budget left while prompts wait"
         self.counts["steps"] += 1
         self.in_flight.append((plan, owners, False))
         assert len(self.in_flight) <= 2
+
+    def note_passed(self, waiting: list[PrefillReq], chunks: dict[PrefillReq, Chunk]) -> None:
+        """A prompt waits for as many tokens of later ones as it is long, and a step, at most.
+
+        And for a row, if all have been taken.
+        """
+        if len(self.begun) == self.rows:
+            self.lacked_row.update(set(waiting) - set(self.begun))
+        for at, req in enumerate(waiting):
+            if self.covered[req] == req.num_target_tokens:
+                continue
+            later = [len(chunks[other].tokens) for other in waiting[at + 1 :] if other in chunks]
+            self.passed[req] += sum(later)
+            self.counts["passed"] += bool(later)
+            self.counts["passed enough"] += self.passed[req] >= req.num_target_tokens
+            most = req.num_target_tokens + self.chunk
+            assert self.passed[req] < most or req in self.lacked_row
 
     def apply_pages(self, plan: Plan, req: PrefillReq, row: int) -> None:
         """The deltas alone rebuild what the hold has, and no page is queued twice."""
@@ -270,7 +307,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("seed", "num_pages", "page_size", "chunk", "rows", "span"), CASES)
-def test_every_prompt_is_covered_once_in_order_of_arrival(
+def test_every_prompt_is_covered_once_and_short_ones_first(
     seed, num_pages, page_size, chunk, rows, span
 ) -> None:
     prompts = Prompts(
@@ -285,6 +322,7 @@ def test_every_prompt_is_covered_once_in_order_of_arrival(
         assert counts[each] > least, each
     assert counts["drawn of many"] > least or chunk < 16
     assert counts["dropped in flight"] > least
+    assert min(counts["passed"], counts["passed enough"]) > least or chunk > 40
     for _ in range(2_000):
         if not prompts.reqs and not prompts.in_flight:
             break

@@ -13,6 +13,7 @@ from operator import attrgetter
 from worker.cache.book import PageBook
 from worker.config import EngineConfig
 from worker.plan import Chunk
+from worker.schedule.order import in_order, note_passed
 from worker.schedule.prefill import chunk_end
 from worker.schedule.req import Phase, Req
 from worker.schedule.retention import Retention
@@ -153,9 +154,12 @@ class DecodeQueues:
         """The chunks of one step of local prompts; who gets its last chunk is running then."""
         budget = int(self._engine.max_prefill_tokens)
         computed: list[tuple[Req, Chunk]] = []
-        for req in list(self.local):
-            if budget == 0 or (not req.row and not self.rows.num_free):
+        arrived = list(self.local)
+        for req in in_order(arrived):
+            if budget == 0:
                 break
+            if not req.row and not self.rows.num_free:
+                continue
             assert req.hold is not None
             start = req.num_planned_tokens
             end = chunk_end(start, budget, len(req.tokens), self._grain)
@@ -183,6 +187,7 @@ class DecodeQueues:
             if last:
                 self.local.remove(req)
                 self._runs(req)
+        note_passed(arrived, {req: len(chunk.tokens) for req, chunk in computed})
         return computed
 
     def finish(self, req: Req) -> None:

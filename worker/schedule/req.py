@@ -66,6 +66,7 @@ class Req:
     # Tokens whose KV is in `hold`; grows when a fetch or local prefill ends, then by tokens.
     num_computed_tokens: int = 0
     num_planned_tokens: int = 0  # local prefill: tokens whose chunks have been launched
+    num_passed_tokens: int = 0  # local prefill: see `schedule.order`
     num_table_pages: int = 0  # pages that are in the device's page table, or queued for it
     num_in_flight: int = 0  # launched steps that draw for it and have not settled
     num_scored_tokens: int = 0  # of the prompt: up to here logprobs are planned, if it wants them
@@ -94,6 +95,11 @@ class Req:
         self.draw = Draw(
             tail_index(sampling), sampling.changes_logits, sampling.logprobs, bool(sampling.grammar)
         )
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Tokens whose KV a local prefill computes."""
+        return len(self.tokens)
 
     @property
     def is_to_score(self) -> bool:
@@ -125,6 +131,7 @@ class PrefillReq:
     num_prompt_tokens: int  # with `sampling`: how many of `tokens` are prompt, not output
     num_computed_tokens: int  # settled
     num_planned_tokens: int  # launched
+    num_passed_tokens: int = 0  # see `schedule.order`
     num_cached_tokens: int = 0  # from where on it is computed
     row: int = 0
     num_table_pages: int = 0

@@ -1,0 +1,47 @@
+"""Which prompts a step computes first: those with least left, and none is passed for ever.
+
+Were it first come first served, a prompt of 512 tokens would wait for all of the 32k before it. So
+the prompt that has fewest tokens left goes first. But once later prompts have passed one with as
+many tokens as it is long itself, it keeps its place among those. So a prompt waits for those before
+it, and for so many tokens of later ones and a step at most.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+
+class Prompt(Protocol):
+    """A prompt of which tokens wait to be planned."""
+
+    num_planned_tokens: int
+    num_passed_tokens: int  # of later prompts, planned before its last
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Tokens whose KV is to be computed."""
+        ...
+
+
+P = TypeVar("P", bound=Prompt)
+
+
+def in_order(waiting: Iterable[P]) -> list[P]:
+    """In the order in which the next step takes them; waiting: oldest first."""
+    return sorted(waiting, key=_left)
+
+
+def _left(req: Prompt) -> int:
+    """Tokens that are not planned; 0 if it is not to be passed any more."""
+    target = req.num_target_tokens
+    return target - req.num_planned_tokens if req.num_passed_tokens < target else 0
+
+
+def note_passed(waiting: Sequence[P], planned: Mapping[P, int]) -> None:
+    """Note by how many tokens of a step later prompts have passed earlier ones.
+
+    waiting: before the step, oldest first; planned: tokens of those that it computes.
+    """
+    later = 0
+    for req in reversed(waiting):
+        req.num_passed_tokens += later
+        later += planned.get(req, 0)
