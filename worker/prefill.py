@@ -15,11 +15,14 @@ from worker.run.base import BucketCheck
 from worker.run.flight import Flight, Launched, Step
 from worker.run.layer_groups import LayerGroups
 from worker.schedule.asked import PromptLimits
-from worker.schedule.pace import Pace, StepTime
+from worker.schedule.pace import Pace, StepTime, Stretch
 from worker.schedule.prefill import PrefillScheduler
 from worker.start.engine import Engine
 from worker.transfer.outbound import Outbound
 from worker.transfer.tier.ranks import Loaded
+
+# Share of a step's expected time that it takes at least. What is launched behind it waits so long.
+SURE = 0.95
 
 
 class PrefillLoop(Role):
@@ -37,6 +40,7 @@ class PrefillLoop(Role):
             engine.shape.num_kv_layers,
             1 - engine.layout.target.page_bytes / engine.layout.page_bytes,
         )
+        engine.meter.chunks_s = lambda plan: SURE * self._pace.step_s(_stretches(plan))
         limits = PromptLimits(
             int(config.model.max_model_len),
             engine.shape.vocab_size,
@@ -77,7 +81,8 @@ class PrefillLoop(Role):
             for loading in self._tier.poll(now):
                 self.scheduler.loaded(loading.req)
                 self._outbound.announce_found(loading.req)
-        if flight.launch_due():
+        num_arriving = int(self.scheduler.may_get_short(now))
+        if flight.launch_due(num_arriving):
             began_at = time.monotonic()
             if (plan := self.scheduler.plan(began_at)) is not None:
                 step = self._engine.runner.launch(plan, self._layer_groups(plan))
@@ -87,7 +92,7 @@ class PrefillLoop(Role):
             self._settled(step.plan, self._engine.runner.settle(step).drawn)
         self._outbound.sweep(now)
         self._publish()
-        idle_s = flight.idle_s()
+        idle_s = flight.idle_s(num_arriving)
         if idle_s is None:
             idle_s = 0.0 if any(not req.loads for req in self.scheduler.waiting) else MAX_IDLE_S
         return idle_s if self._tier is None else min(idle_s, self._tier.tend())
@@ -108,6 +113,7 @@ class PrefillLoop(Role):
     def _settled(self, plan: Plan, drawn: list[Drawn]) -> None:
         """Announce what a step that has ended has computed, with the first tokens that it drew."""
         chunks = self.scheduler.launched[plan.step]
+        self._pace.took(_stretches(plan), self._engine.meter.took_s)
         computed = self.scheduler.settle(plan.step, drawn)
         self._engine.metrics.generated_tokens.inc(sum(req.token is not None for req in computed))
         self._outbound.announce_settled(computed, time.monotonic())
@@ -176,6 +182,10 @@ class PrefillLoop(Role):
             num_steps=self._engine.meter.num_steps,
             has_work=bool(self.scheduler.waiting) or self.flight.busy,
         )
+
+
+def _stretches(plan: Plan) -> list[Stretch]:
+    return [(len(chunk.tokens), chunk.start) for chunk in plan.chunks]
 
 
 def step_times(checks: Sequence[BucketCheck]) -> list[StepTime]:

@@ -173,6 +173,27 @@ def test_a_step_that_tells_its_end_is_not_asked_for_it(device: Device) -> None:
     assert max(device.late_s) <= 1e-4
 
 
+def test_with_arrivals_chunks_are_launched_late_where_their_time_is_known(device: Device) -> None:
+    """A prefill worker's: it learns how long their launches take, too."""
+    device.chunks = True
+    device.run(0.2, num_arriving=1)
+    assert all(ends > at + STEP_S / 2 for ends, at in ends_and_launches(device)), "not known"
+    device.meter.chunks_s = lambda plan: 0.95 * STEP_S
+    idle_s = device.idle_s
+    device.run(0.5, num_arriving=1)
+    assert device.idle_s - idle_s < LAUNCH_S, "of the first one alone"
+    waits = [ends - at for ends, at in ends_and_launches(device)[-20:]]
+    assert max(waits) < 0.05 * STEP_S + LAUNCH_S + SLACK_S + POLL_S
+    device.run(0.2, num_arriving=0)
+    assert all(ends > at + STEP_S / 2 for ends, at in ends_and_launches(device)[-20:])
+
+
+def ends_and_launches(device: Device) -> list[tuple[float, float]]:
+    """When a step ended, and when the one behind it was launched, without the first ones."""
+    pairs = zip(device.launched[4:], device.launched_at[5:], strict=False)
+    return [(step.ends_at, at) for step, at in pairs]
+
+
 def test_the_tail_of_a_masked_step_is_due_until_it_is_launched(device: Device) -> None:
     flight, plan = device.flight, Plan(1, decode=(1,), masked=True)
     flight.waits = False

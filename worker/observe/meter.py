@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from worker.observe.metrics import WorkerMetrics
 from worker.observe.window_counts import WindowCounts
@@ -20,6 +20,8 @@ class StepMeter:
         self.num_steps = 0  # settled
         self.took_s = 0.0  # the last of them
         self.windows = WindowCounts()
+        # How long a step of chunks takes at least; 0: not known. None: it is never expected.
+        self.chunks_s: Callable[[Plan], float] | None = None
         self._metrics = metrics
         self._launched_at: dict[int, float] = {}
         self._free_at = 0.0
@@ -41,12 +43,13 @@ class StepMeter:
     def ends_at(self, plan: Plan) -> float | None:
         """When the launched step of `plan` may end at the earliest, in monotonic seconds.
 
-        By the shortest of the last decode steps of its width; None: it has chunks, or is the first.
+        By `chunks_s`, or the shortest of the last decode steps of its width; None: not known.
         """
-        if plan.chunks or plan.width not in self._decodes_s:
-            return None
-        recent = self._decodes_s[plan.width]
-        return max(self._launched_at[plan.step], self._free_at) + min(recent)
+        if plan.chunks:
+            least_s = 0.0 if self.chunks_s is None else self.chunks_s(plan)
+        else:
+            least_s = min(self._decodes_s.get(plan.width, ()), default=0.0)
+        return max(self._launched_at[plan.step], self._free_at) + least_s if least_s else None
 
     def launched(self, plan: Plan) -> None:
         """Note when `plan` was enqueued."""

@@ -6,8 +6,9 @@
 
 A step takes the requests that are ready at its launch. If step n + 1 were launched as soon as step
 n - 1 has settled, it would miss requests whose KV lands while step n computes. So as long as KV is
-under way the launch waits, by the measured times of steps and launches (ADR 0021). The engine
-thread waits for messages meanwhile, so it handles whatever arrives.
+under way, or short prompts may come to a prefill worker, the launch waits, by the measured times of
+steps and launches (ADR 0021). The engine thread waits for messages meanwhile, so it handles
+whatever arrives.
 """
 
 import time
@@ -28,7 +29,7 @@ from worker.run.stream import Handle
 # delay the launch of the next step by this much.
 SLACK_S = 4e-4
 # How often the loop polls for a step's end: every NEAR_POLL_S within NEAR_S of its expected end,
-# else every POLL_S. A step may end early, and the end of a step with chunks is not predicted.
+# else every POLL_S. A step may end early, and the end of a step is not always predicted.
 POLL_S = 2.5e-4
 NEAR_S = 2e-4
 NEAR_POLL_S = 3e-5
@@ -137,7 +138,7 @@ class Flight:
     def launch_due(self, num_arriving: int = 0) -> bool:
         """Whether to launch a step now, if the scheduler has one.
 
-        num_arriving: requests that may join the step once their KV has landed.
+        num_arriving: requests that may join the step, once their KV has landed or as they come.
         """
         self._wait_s, self._has_settled = 0.0, False
         if self._next is not None or (self.running is not None and not self.overlap):
@@ -148,7 +149,7 @@ class Flight:
     def launched(self, step: Launched, took_s: float) -> None:
         """Take a step that was launched just now; took_s: how long the launch took."""
         self._next = step
-        if step.plan.decode:
+        if step.plan.decode or self._meter.chunks_s is not None:
             self._launches_s.append(took_s)
 
     def take_ended(self) -> Step | None:

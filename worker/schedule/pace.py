@@ -1,13 +1,15 @@
 """Pace: how long a prefill step is, and whether its layer groups are announced one by one.
 
 Both are chosen by the estimated time until decode has all KV, from step times measured at start-up
-and link rates measured by decode workers (ADR 0016).
+and link rates measured by decode workers (ADR 0016). Those are times of prompts' first tokens. What
+attention to the tokens before a chunk adds is learnt from steps that ran.
 """
 
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import TypeAlias
 
 from worker.plan import LONG_STEP_TOKENS
 
@@ -15,10 +17,13 @@ from worker.plan import LONG_STEP_TOKENS
 # work, messages) is not measured, and weighs the more the shorter the step.
 MIN_STEP_TOKENS = 512
 ANNOUNCE_S = 1e-4  # what one more announcement costs the loops of both workers
+WEIGHT = 0.2  # of the newest step in the moving average of what attention adds
 # Share of a layer's time after its KV is stored: attention, output projection, feed-forward. A long
 # step (`LONG_STEP_TOKENS`) counts as gaining no time in the last layer, as only attention runs for
 # all tokens there.
 AFTER_STORE = 0.8
+
+Stretch: TypeAlias = tuple[int, int]  # tokens of a prompt: how many, and how many are before them
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,7 +35,7 @@ class StepTime:
     grouped_s: float  # by the fastest kind that can call the layer hook
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Pace:
     """Chooses step lengths and announcements for one prefill worker, from measured times."""
 
@@ -40,6 +45,7 @@ class Pace:
     max_tokens: int  # of one step
     num_layers: int
     beside: float = 0.0  # share of a page's bytes in regions that travel with the last layer group
+    pair_s: float = 0.0  # learnt: what a token of a chunk takes for one that is before the chunk
 
     @property
     def last_share(self) -> float:
@@ -69,6 +75,37 @@ class Pace:
                 best, best_s = step.num_tokens, all_s + last_s
         return best
 
+    def short_step(self, most: int, waiting: Sequence[Stretch]) -> int:
+        """Choose a step of up to `most` tokens for which a prompt that comes meanwhile can wait.
+
+        It takes no longer than the longest step without a token before its chunks: the further a
+        long prompt is computed, the smaller its chunks. But it stays a long step
+        (`LONG_STEP_TOKENS`), as attention of shorter ones is slower. waiting: in their order.
+        """
+        sizes = [step.num_tokens for step in self.times if step.num_tokens <= self.max_tokens]
+        for size in reversed(sizes):
+            if size <= LONG_STEP_TOKENS:
+                break
+            if size <= most:
+                most = size
+                if self.step_s(_first(size, waiting)) <= self.step_s([(sizes[-1], 0)]):
+                    break
+        return most
+
+    def step_s(self, chunks: Sequence[Stretch]) -> float:
+        """How long a step of these chunks takes; 0 if none of so many tokens was measured."""
+        step = self._padded(sum(size for size, _ in chunks))
+        return 0.0 if step is None else step.whole_s + self.pair_s * num_pairs(chunks)
+
+    def took(self, chunks: Sequence[Stretch], seconds: float) -> None:
+        """Learn from a step that ran, if there were many tokens before its chunks."""
+        num_tokens, pairs = sum(size for size, _ in chunks), num_pairs(chunks)
+        step, old = self._padded(num_tokens), self.pair_s
+        if step is None or pairs < num_tokens * LONG_STEP_TOKENS:
+            return
+        pair_s = max(0.0, seconds - step.whole_s) / pairs
+        self.pair_s = old + WEIGHT * (min(pair_s, 2 * old) - old) if old else pair_s
+
     def announce_groups(self, num_tokens: int, link_bytes_per_s: float) -> bool:
         """Whether to announce the layer groups of a step one by one.
 
@@ -97,3 +134,17 @@ class Pace:
     def _pull_s(self, num_tokens: int, link_bytes_per_s: float) -> float:
         num_bytes = num_tokens * self.kv_bytes_per_token
         return num_bytes / link_bytes_per_s if link_bytes_per_s else 0.0
+
+
+def num_pairs(chunks: Sequence[Stretch]) -> int:
+    """Pairs of a token of a chunk and one before that chunk."""
+    return sum(size * before for size, before in chunks)
+
+
+def _first(num_tokens: int, waiting: Sequence[Stretch]) -> list[Stretch]:
+    """The chunks of a step of `num_tokens`."""
+    chunks: list[Stretch] = []
+    for left, before in waiting:
+        chunks.append((min(left, num_tokens), before))
+        num_tokens -= chunks[-1][0]
+    return chunks

@@ -1,4 +1,4 @@
-"""What a prefill worker computes next: chunks of prompts, first come first served.
+"""What a prefill worker computes next: chunks of prompts, short ones first (`schedule.order`).
 
 A prompt is admitted only with a reservation for all pages that it has at a time. So it never waits
 for memory half-way, and announced pages are never preempted. If decode asks for it, the step that
@@ -14,12 +14,16 @@ from worker.cache.book import PageBook
 from worker.config import EngineConfig
 from worker.plan import Chunk, Drawn, Plan, RowStart, tail_of
 from worker.schedule.asked import PromptLimits, check_prefill
+from worker.schedule.order import in_order, note_passed
 from worker.schedule.pace import Pace
 from worker.schedule.req import PrefillReq
 from worker.schedule.rows import RowTable
 
 if TYPE_CHECKING:
     from worker.transfer.tier.tier import Tier
+
+# A prompt that one step computes whole is short. Within so many seconds of one, more may come.
+SHORT_S = 2.0
 
 
 class PrefillScheduler:
@@ -39,6 +43,7 @@ class PrefillScheduler:
         self.max_reqs = int(engine.max_num_reqs) + engine.max_waiting  # that wait
         self.rows = RowTable(int(engine.max_num_reqs))
         self._step = 0
+        self._short_at = -SHORT_S  # when a step was planned that computes a short prompt
         # By step number, until it settles.
         self.launched: dict[int, list[tuple[PrefillReq, Chunk]]] = {}
 
@@ -89,6 +94,18 @@ class PrefillScheduler:
         if req.num_planned_tokens == req.num_target_tokens:
             self.waiting.remove(req)
 
+    def may_get_short(self, now: float) -> bool:
+        """Whether short prompts are likely to come during the next step."""
+        return now - self._short_at < SHORT_S
+
+    def _step_tokens(self, order: Sequence[PrefillReq], now: float) -> int:
+        """Choose how many tokens the next step may have; order: of what waits."""
+        most = self._pace.step_tokens(self.num_queued_tokens, self.waiting[0].link_bytes_per_s)
+        if self.may_get_short(now):
+            done = [(req.num_target_tokens, req.num_planned_tokens) for req in order]
+            most = self._pace.short_step(most, [(target - num, num) for target, num in done])
+        return max(most, self._limits.grain)
+
     def plan(self, now: float = 0.0) -> Plan | None:
         """Return the next step, or None if nothing waits.
 
@@ -96,14 +113,14 @@ class PrefillScheduler:
         """
         if not self.waiting:
             return None
-        link_bytes_per_s = self.waiting[0].link_bytes_per_s
-        budget = self._pace.step_tokens(self.num_queued_tokens, link_bytes_per_s)
-        budget = max(budget, self._limits.grain)
+        arrived = list(self.waiting)
+        order = in_order(arrived)
+        budget = self._step_tokens(order, now)
         launched: list[tuple[PrefillReq, Chunk]] = []
-        for req in list(self.waiting):
-            if req.loads:
+        for req in order:
+            if req.loads or (not req.row and not self.rows.num_free):
                 continue
-            if budget == 0 or (not req.row and not self.rows.num_free):
+            if budget == 0:
                 break
             start = req.num_planned_tokens
             end = chunk_end(start, budget, req.num_target_tokens, self._limits.grain)
@@ -124,11 +141,14 @@ class PrefillScheduler:
             req.num_planned_tokens = end
             if end == req.num_target_tokens:
                 self.waiting.remove(req)
+                if start == req.num_cached_tokens:
+                    self._short_at = now
             budget -= end - start
         if not launched:
             return None
         self._step += 1
         self.launched[self._step] = launched
+        note_passed(arrived, {req: len(chunk.tokens) for req, chunk in launched})
         starts = tuple(_start(req) for req, chunk in launched if chunk.sample)
         # The device needs no releases: a row that draws ends after its token, others never start.
         _, _, pages = self.rows.drain()
