@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from tests.support.delay_mix import sections
+from tests.support.lockstep import PREFILL, Ask, Lockstep
 from worker.api import Prefill, Sampling, Xfer
 from worker.cache.book import PageBook
 from worker.config import EngineConfig
-from worker.plan import Drawn, Plan
+from worker.plan import Chunk, Drawn, Plan
+from worker.prefill import PrefillLoop
 from worker.run.piecewise import chunk_buckets
 from worker.schedule import prefill
 from worker.schedule.asked import PromptLimits
@@ -206,3 +209,31 @@ def test_a_decode_worker_computes_short_prompts_first_too() -> None:
     assert in_order([third, long])[0] is long
     note_passed([long, third], {third: 3})
     assert (long.num_passed_tokens, third.num_passed_tokens) == (LONG + 3, 0)
+
+
+def test_the_loop_learns_from_its_steps_and_expects_their_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And a step is launched late once a short prompt has come."""
+    monkeypatch.setattr("worker.schedule.pace.LONG_STEP_TOKENS", 1)
+    made = Lockstep(sections("cpu", "always"))
+    try:
+        loop, prompt = made.loops[PREFILL], tuple(range(5, 105))
+        assert isinstance(loop, PrefillLoop)
+        arriving, launch_due = list[int](), loop.flight.launch_due
+        monkeypatch.setattr(
+            loop.flight, "launch_due", lambda num=0: arriving.append(num) or launch_due(num)
+        )
+        loop.scheduler._pace.times = [StepTime(23, 1e-9, 1e-9)]
+        made.serve([Ask(prompt, GREEDY)])
+        assert set(arriving) == {0}
+        pair_s = loop.scheduler._pace.pair_s
+        assert pair_s > 0
+        chunk = Chunk(1, 40, tuple(range(20)))
+        expected_s = made.engines[PREFILL].meter.chunks_s
+        assert expected_s is not None
+        assert expected_s(Plan(1, chunks=(chunk,))) == pytest.approx(0.95 * 800 * pair_s, rel=1e-3)
+        made.serve([Ask(prompt[:9], GREEDY)])
+        assert arriving[-1] == 1
+    finally:
+        made.close()

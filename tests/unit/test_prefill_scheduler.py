@@ -155,8 +155,8 @@ class Prompts:
 
     def expected_owners(self) -> list[PrefillReq]:
         """Whose chunks the next step has: short ones first, but for who has been passed enough."""
-        num_left = {req: req.num_target_tokens - self.covered[req] for req in self.waiting}
-        enough = [req for req in num_left if self.passed[req] >= req.num_target_tokens]
+        num_left = {req: len(req.tokens) - self.covered[req] for req in self.waiting}
+        enough = [req for req in num_left if self.passed[req] >= len(req.tokens)]
         others = sorted((req for req in num_left if req not in enough), key=num_left.__getitem__)
         begun = set(self.begun)
         owners, budget = list[PrefillReq](), self.chunk
@@ -164,7 +164,7 @@ class Prompts:
             if budget > 0 and (req in begun or len(begun) < self.rows):
                 begun.add(req)
                 owners.append(req)
-                budget -= num_left[req]
+                budget -= req.num_target_tokens - self.covered[req]
         return owners
 
     def launch(self, plan: Plan) -> None:
@@ -220,8 +220,8 @@ class Prompts:
             later = [len(chunks[other].tokens) for other in waiting[at + 1 :] if other in chunks]
             self.passed[req] += sum(later)
             self.counts["passed"] += bool(later)
-            self.counts["passed enough"] += self.passed[req] >= req.num_target_tokens
-            most = req.num_target_tokens + self.chunk
+            self.counts["passed enough"] += self.passed[req] >= len(req.tokens)
+            most = len(req.tokens) + self.chunk
             assert self.passed[req] < most or req in self.lacked_row
 
     def apply_pages(self, plan: Plan, req: PrefillReq, row: int) -> None:

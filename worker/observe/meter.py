@@ -20,8 +20,7 @@ class StepMeter:
         self.num_steps = 0  # settled
         self.took_s = 0.0  # the last of them
         self.windows = WindowCounts()
-        # How long a step of chunks takes at least; 0: not known. None: it is never expected.
-        self.chunks_s: Callable[[Plan], float] | None = None
+        self.chunks_s: Callable[[Plan], float] | None = None  # time of a step of chunks, at least
         self._metrics = metrics
         self._launched_at: dict[int, float] = {}
         self._free_at = 0.0
@@ -45,10 +44,9 @@ class StepMeter:
 
         By `chunks_s`, or the shortest of the last decode steps of its width; None: not known.
         """
+        least_s = min(self._decodes_s.get(plan.width, ()), default=0.0)
         if plan.chunks:
             least_s = 0.0 if self.chunks_s is None else self.chunks_s(plan)
-        else:
-            least_s = min(self._decodes_s.get(plan.width, ()), default=0.0)
         return max(self._launched_at[plan.step], self._free_at) + least_s if least_s else None
 
     def launched(self, plan: Plan) -> None:

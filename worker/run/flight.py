@@ -5,10 +5,8 @@
     settling of step n                                      ▲
 
 A step takes the requests that are ready at its launch. If step n + 1 were launched as soon as step
-n - 1 has settled, it would miss requests whose KV lands while step n computes. So as long as KV is
-under way, or short prompts may come to a prefill worker, the launch waits, by the measured times of
-steps and launches (ADR 0021). The engine thread waits for messages meanwhile, so it handles
-whatever arrives.
+n - 1 has settled, it would miss what is ready while step n computes. So if some are expected, it
+waits, by measured times of steps and launches (ADR 0021), and the engine thread handles messages.
 """
 
 import time

@@ -17,8 +17,8 @@ class Prompt(Protocol):
     num_passed_tokens: int  # of later prompts, planned before its last
 
     @property
-    def num_target_tokens(self) -> int:
-        """Tokens whose KV is to be computed."""
+    def tokens(self) -> Sequence[int]:
+        """All of them."""
         ...
 
 
@@ -32,8 +32,8 @@ def in_order(waiting: Iterable[P]) -> list[P]:
 
 def _left(req: Prompt) -> int:
     """Tokens that are not planned; 0 if it is not to be passed any more."""
-    target = req.num_target_tokens
-    return target - req.num_planned_tokens if req.num_passed_tokens < target else 0
+    num_tokens = len(req.tokens)
+    return num_tokens - req.num_planned_tokens if req.num_passed_tokens < num_tokens else 0
 
 
 def note_passed(waiting: Sequence[P], planned: Mapping[P, int]) -> None:

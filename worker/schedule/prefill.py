@@ -120,12 +120,10 @@ class PrefillScheduler:
         for req in order:
             if req.loads or (not req.row and not self.rows.num_free):
                 continue
-            if budget == 0:
-                break
             start = req.num_planned_tokens
             end = chunk_end(start, budget, req.num_target_tokens, self._limits.grain)
             if end == start:
-                break  # less is left of the step than a chunk needs
+                break  # less is left of the step than a chunk needs, or nothing
             stored = self.book.snapshots.store(req.hold, start, end, req.num_target_tokens)
             end = stored.end
             if not req.row:

@@ -69,8 +69,7 @@ class DecodeQueues:
         new, shares = req.phase is Phase.NEW, self.shares
         if new and self.preempted and not shares.is_short(req.router):
             return False
-        # A prefill worker may draw a token, then fail; the next one is drawn here.
-        growth = max(2, self._engine.growth_tokens)
+        growth = max(2, self._engine.growth_tokens)  # a prefill worker may draw one, then fail
         num_slots = min(len(req.tokens) + growth, req.max_len)
         # What the tree holds has no logits.
         most = 0 if req.is_to_score else len(req.tokens) - 1
@@ -156,15 +155,11 @@ class DecodeQueues:
         computed: list[tuple[Req, Chunk]] = []
         arrived = list(self.local)
         for req in in_order(arrived):
-            if budget == 0:
-                break
-            if not req.row and not self.rows.num_free:
-                continue
             assert req.hold is not None
             start = req.num_planned_tokens
             end = chunk_end(start, budget, len(req.tokens), self._grain)
             if end == start:
-                break  # less is left of the step than a chunk needs
+                break  # less is left of the step than a chunk needs, or nothing
             if not req.row:
                 if not (self.rows.can_take(req.sampling) and self.shares.allow_row(req.router)):
                     continue

@@ -97,11 +97,6 @@ class Req:
         )
 
     @property
-    def num_target_tokens(self) -> int:
-        """Tokens whose KV a local prefill computes."""
-        return len(self.tokens)
-
-    @property
     def is_to_score(self) -> bool:
         """Whether logprobs of its prompt are wanted and not planned yet: it is computed here."""
         wanted = self.sampling.prompt_logprobs >= 0
