@@ -1,8 +1,8 @@
 """Pace: how long a prefill step is, and whether its layer groups are announced one by one.
 
 Both are chosen by the estimated time until decode has all KV, from step times measured at start-up
-and link rates measured by decode workers (ADR 0016). Those are times of prompts' first tokens. What
-attention to the tokens before a chunk adds is learnt from steps that ran.
+and link rates measured by decode workers (ADR 0016). At start-up nothing is before a chunk; what
+attention to that adds is learnt from steps that ran.
 """
 
 import bisect
