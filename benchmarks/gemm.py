@@ -23,7 +23,7 @@ from benchmarks.timing import DEVICE, Case, read_bandwidth, timed
 from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.ops.product import product
 from worker.ops.scaled import eight_bits, scaled_product
-from worker.weights.eight_bits import GRAIN, as_e4m3
+from worker.weights.eight_bits import as_e4m3
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # x @ w.T
 
@@ -115,11 +115,9 @@ class EightBits:
 
     @staticmethod
     def _published(weight: Tensor) -> tuple[Tensor, Tensor]:
-        """In blocks of 128 x 128, whose scales are kept as layers keep them."""
-        values, scales = as_e4m3(
-            weight, (len(weight) // SCALE_BLOCK, -(-weight.shape[1] // SCALE_BLOCK))
-        )
-        return values, scales.repeat_interleave(SCALE_BLOCK // GRAIN, 0)
+        """In blocks of 128 x 128, whose scales are as products of layers get them."""
+        blocks = len(weight) // SCALE_BLOCK, -(-weight.shape[1] // SCALE_BLOCK)
+        return as_e4m3(weight, blocks)
 
     def __call__(self, x: Tensor, w: Tensor) -> Tensor:
         if (found := self._held.get(id(w))) is None:

@@ -148,6 +148,23 @@ def test_matrices_are_worth_what_the_files_are(kind: str, form: str) -> None:
         assert torch.equal(worth(stay[name]), wanted), name
 
 
+def test_products_read_scales_that_lie_once_for_a_block() -> None:
+    """Made as a model is loaded, at one address; a product of some rows reads some of them."""
+    settled = 0
+    for name, each in linears(models.load(saved("phi3"), eight=True)).items():
+        assert (each.of_blocks is not None) == each.whole_blocks, name
+        if each.of_blocks is None:
+            continue
+        settled, once = settled + 1, each.of_blocks
+        assert torch.equal(once.repeat_interleave(BLOCK // GRAIN, 0), each.scales), name
+        x = torch.randn(3, each.values.shape[1], generator=torch.Generator().manual_seed(1))
+        some, whole = each.product(x, first_row=BLOCK), each.product(x)
+        assert torch.equal(some, whole[:, BLOCK:]), name
+        each.of_blocks = None
+        assert torch.equal(each.product(x), whole), name
+    assert settled
+
+
 def test_experts_are_those_of_what_they_are_worth() -> None:
     """Of stacks whose scales differ by far, also from expert to expert."""
     generator = torch.Generator().manual_seed(5)

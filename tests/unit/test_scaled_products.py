@@ -248,16 +248,18 @@ else:
                 (k // BLOCK, n // BLOCK),
                 (1, k // BLOCK),
             )
+            held.append(of_blocks.data_ptr())
             whole = of_blocks.t().repeat_interleave(BLOCK, 0)
             return (worth(x, of_rows) @ worth(w.t(), whole).T).to(output_dtype)
 
         monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm, raising=False)
         monkeypatch.setattr(torch.nn.functional, "ScalingType", Recipe, raising=False)
         x, (w, _) = activations(67, 512), matrix(256, 512)
-        scales = matrix(2, 512, "rows")[1].repeat_interleave(BLOCK // 16, 0)
+        scales, held = matrix(2, 512, "rows")[1], list[int]()
         agrees.cache_clear()
         found = product_of(x, w, scales, True, by=scaled_product_triton)
         assert agrees(x.device)
+        assert held[-1] == scales.data_ptr(), "no copy is made in a step"
         assert near(found, product_of(x, w, scales))
         out = torch.empty(67, 256, dtype=x.dtype)
         assert product_of(x, w, scales, True, out, by=scaled_product_triton) is out
@@ -266,7 +268,9 @@ else:
         monkeypatch.setattr(tiles, "multiplied", lambda *args: own.append(args))
         narrow = x[:, :384].contiguous(), w[:, :384].contiguous(), scales[:, :3]
         product_of(x, w, scales, by=scaled_product_triton)
-        for operands in ((x[:64], w, scales), (x.half(), w, scales), narrow):
+        finer = scales.repeat_interleave(8, 0)
+        others = (x[:64], w, scales), (x.half(), w, scales), narrow, (x, w, finer)
+        for operands in others:
             product_of(*operands, True, by=scaled_product_triton)
         assert not own
         agrees.cache_clear()

@@ -16,7 +16,7 @@ from worker.model.decoder import Decoder, Taps
 from worker.model.layers import VocabParallelEmbedding
 from worker.model.placement import Placement
 from worker.step.state import StepState
-from worker.weights.base import Matrix
+from worker.weights.base import Matrix, settle
 from worker.weights.formats import format_of
 from worker.weights.loader import fill_with_noise, read_weights
 from worker.weights.shard import Key, Shard, split_heads, whole
@@ -108,6 +108,7 @@ class DrafterModel(nn.Module):
         else:
             read_weights(self, path)
         self._map_ids(path)
+        settle(self)
         self.eval()
 
     def _spread_ids(self) -> None:

@@ -6,6 +6,7 @@ from worker.config.checkpoint.shape import ModelShape
 from worker.config.progress import Progress, no_progress
 from worker.model.decoder import Decoder
 from worker.model.placement import Placement
+from worker.weights.base import settle
 from worker.weights.loader import fill_with_noise, read_weights
 
 
@@ -27,4 +28,5 @@ def load_model(
         read_weights(model, path, progress)
     else:
         fill_with_noise(model.shards(), noise, progress)
+    settle(model)
     return model.eval()

@@ -20,25 +20,25 @@ TOLERANCE = 2**-6  # of the start-up comparison, of the result's norm
 
 
 def suits(w: Tensor, scales: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the library takes `w` [n, k] with `scales` [n / grain, blocks of k], for a `dtype`.
+    """Whether the library takes `w` [n, k] with `scales` as they lie, for a `dtype`.
 
     Scales need columns of 16 bytes.
     """
     n, k = w.shape
     fits = n % SCALE_BLOCK == 0 and k % (4 * SCALE_BLOCK) == 0
-    return fits and scales.shape[1] == k // SCALE_BLOCK and dtype == torch.bfloat16
+    one_each = scales.shape == (n // SCALE_BLOCK, k // SCALE_BLOCK) and scales.is_contiguous()
+    return fits and one_each and dtype == torch.bfloat16
 
 
 def multiplied(values: Tensor, of_rows: Tensor, w: Tensor, scales: Tensor) -> Tensor:
     """(values · of_rows) (w · scales)ᵀ, bf16 [m, n].
 
     values: [m, k] e4m3, m a multiple of 4; of_rows: [m, blocks of k] f32, contiguous along m; w:
-    [n, k] e4m3; scales: [n / grain, blocks of k], equal within 128 rows of w.
+    [n, k] e4m3; scales: [blocks of n, blocks of k], contiguous.
     """
     recipe: Any = torch.nn.functional.ScalingType  # pyright: ignore[reportAttributeAccessIssue]
-    of_blocks = scales[:: SCALE_BLOCK * len(scales) // len(w)].contiguous()
     return torch.nn.functional.scaled_mm(  # pyright: ignore[reportAttributeAccessIssue]
-        values, w.t(), of_rows, recipe.BlockWise1x128, of_blocks.t(), recipe.BlockWise128x128,
+        values, w.t(), of_rows, recipe.BlockWise1x128, scales.t(), recipe.BlockWise128x128,
         output_dtype=torch.bfloat16,
     )  # fmt: skip
 

@@ -146,6 +146,9 @@ class Matrix(nn.Module):
         """Whether the other can be multiplied by what `gated` leaves."""
         return True
 
+    def settle(self) -> None:
+        """Make what products read beside the weights, which are filled by now."""
+
     def carries(self, shared: "tuple[Matrix, Matrix]") -> bool:
         """Whether `experts` can compute these shared experts, too."""
         return False
@@ -167,6 +170,13 @@ class Matrix(nn.Module):
             for key, shard in stacked(tensor, rows, grid.columns).items():
                 shards[key._replace(role=role)] = replace(shard, codec=self._format)
         return shards
+
+
+def settle(model: nn.Module) -> None:
+    """Let all matrices of a model make what follows from their weights, which are filled."""
+    for module in model.modules():
+        if isinstance(module, Matrix):
+            module.settle()
 
 
 class Reading:

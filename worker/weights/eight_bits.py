@@ -42,12 +42,18 @@ class EightBitMatrix(Matrix):
     def __init__(self, kept: "EightBits", parts: Parts, empty: Any) -> None:
         super().__init__(kept, parts, empty)
         self._grain = self._grids[SCALES].grain
+        self.of_blocks: Tensor | None = None  # `scales` once for 128 equal rows, from `settle` on
         # Of 128 rows in the file none is cut, so scales are equal within 128 here.
         self.whole_blocks = self._grain > 1 and not any(
             end % SCALE_BLOCK
             for part in parts.rows.values()
             for end in (part.size, part.held.start, part.held.stop)
         )
+
+    def settle(self) -> None:
+        if self.whole_blocks and self.parts.held is None:
+            once = self.scales.detach()[:: SCALE_BLOCK // self._grain].contiguous()
+            self.of_blocks = nn.Parameter(once, requires_grad=False)
 
     @staticmethod
     def add_norm(
@@ -68,10 +74,11 @@ class EightBitMatrix(Matrix):
     def product(
         self, x: Operand, bias: Tensor | None = None, out: Tensor | None = None, first_row: int = 0
     ) -> Tensor:
-        rows, scales = self.values, self.scales
+        rows, scales = self.values, self._of_products
         if first_row:
-            assert first_row % self._grain == 0
-            rows, scales = rows[first_row:], scales[first_row // self._grain :]
+            grain = len(rows) // len(scales)
+            assert first_row % grain == 0
+            rows, scales = rows[first_row:], scales[first_row // grain :]
         values, of_rows, dtype, _ = eight_bit_rows(x)
         operands = values, of_rows, rows, scales, dtype, self.whole_blocks
         y = scaled_product(*operands) if out is None else scaled_product(*operands, out)
@@ -79,8 +86,12 @@ class EightBitMatrix(Matrix):
 
     def gated(self, x: Operand) -> EightBitRows:
         values, of_rows, dtype, _ = eight_bit_rows(x)
-        operands = values, of_rows, self.values, self.scales, dtype, self.whole_blocks
+        operands = values, of_rows, self.values, self._of_products, dtype, self.whole_blocks
         return EightBitRows(*scaled_gated_product(*operands), dtype)
+
+    @property
+    def _of_products(self) -> Tensor:
+        return self.scales if self.of_blocks is None else self.of_blocks
 
     def gates_for(self, other: Matrix) -> bool:
         return isinstance(other, EightBitMatrix)
