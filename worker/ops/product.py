@@ -19,6 +19,7 @@ MAX_STREAMED_ROWS = 64
 # libraries are 4 to 9 % faster than our best tiles (benchmarks/results/kernels.md, ADR 0010).
 OWN_ROWS = 64
 MAX_PARTIALS = 1 << 21  # floats of workspace: the most that a tile of `choose` asks for
+MAX_BOXED_PARTIALS = 1 << 22  # and one of choose_boxed
 MAX_TILES = 1 << 13
 
 
@@ -75,6 +76,6 @@ def tile_for(
 def workspace_of(device: torch.device) -> SkinnyWorkspace:
     """The one scratch of a device."""
     return SkinnyWorkspace(
-        torch.empty(MAX_PARTIALS, dtype=torch.float32, device=device),
+        torch.empty(MAX_BOXED_PARTIALS, dtype=torch.float32, device=device),
         torch.zeros(MAX_TILES, dtype=torch.int32, device=device),
     )

@@ -110,8 +110,8 @@ def scaled_product_ref(
     """(values · of_rows) (w · scales)ᵀ, rounded once: [m, n] of `dtype`.
 
     values, of_rows: see `room`; w: [n, k] e4m3; scales: [n / grain, blocks of k] f32, or with one
-    column for all. whole_blocks: they are those of published blocks, which a library
-    may multiply if they lie once for 128 rows. out: [m, n], where the result goes; None: to new memory.
+    column for all. whole_blocks: they are those of published blocks, which a library may multiply
+    if they lie once for 128 rows. out: [m, n], where the result goes; None: to new memory.
     """
     (n, k), (height, width) = w.shape, scales.shape
     num_blocks = max(width, -(-k // SCALE_BLOCK))

@@ -16,8 +16,9 @@ from worker.ops.jit import INTERPRETED, aligned, enter, has_dependent_launch, ov
 from worker.ops.norms_triton import launch_rms_norm, launch_swiglu
 from worker.ops.product import OWN_ROWS, tile_for, workspace_of
 from worker.ops.scaled import E4M3, room, strides_of
+from worker.ops.scaled_boxed_triton import boxed_gemm, choose_boxed
 from worker.ops.scaled_library import agrees, multiplied, suits
-from worker.ops.skinny_triton import SkinnyTile, skinny_gemm
+from worker.ops.skinny_triton import DTYPES, SkinnyTile, skinny_gemm
 
 # Of x, that a program brings into eight bits. A GPU starts some 0.8 programs a ns: of 8 rows
 # 2048 x 4096 takes 10.6 us, with 32 3.8 (benchmarks/results/eight_bits.md).
@@ -178,10 +179,14 @@ def scaled_product_triton(
 ) -> Tensor:
     """See scaled_product_ref.
 
-    A row's result is the same in any batch of up to OWN_ROWS rows. Beyond it depends on the number
-    of rows, too, if torch's library computes it.
+    A row's result is the same in any batch of up to OWN_ROWS rows, and of up to as many as
+    choose_boxed has tiles for. Beyond it depends on the number of rows, too, if torch's library
+    computes it.
     """
     m, n = len(values), len(w)
+    if (tile := _boxed(values, w, dtype)) is not None:
+        out = torch.empty(m, n, dtype=dtype, device=values.device) if out is None else out
+        return _in_boxes(values, of_rows, w, scales, out, tile)
     if m > OWN_ROWS and whole_blocks and suits(w, scales, dtype) and agrees(values.device):
         product = multiplied(*_in_fours(values, of_rows), w, scales)[:m]
         return product if out is None else out.copy_(product)
@@ -202,6 +207,13 @@ def scaled_gated_product_triton(
     whole_blocks: bool = False,
 ) -> tuple[Tensor, Tensor]:
     m, n = len(values), len(w)
+    if (tile := _boxed(values, w, dtype, gated=True)) is not None:
+        if dtype == torch.bfloat16 and tile.block_n == 2 * SCALE_BLOCK:
+            found, of_found = room(m, n // 2, values.device)
+            options = {"gated": True, "out_rows": of_found}
+            return _in_boxes(values, of_rows, w, scales, found, tile, **options), of_found
+        out = torch.empty(m, n // 2, dtype=dtype, device=values.device)
+        return eight_bits_triton(_in_boxes(values, of_rows, w, scales, out, tile, gated=True))
     tile = tile_for(m, w, dtype, product_follows=True)
     if tile is None or not tile.gates(n):
         y = scaled_product_triton(values, of_rows, w, scales, dtype, whole_blocks)
@@ -209,6 +221,23 @@ def scaled_gated_product_triton(
     out = torch.empty(m, n // 2, dtype=dtype, device=values.device)
     scaled = of_rows, scales
     return eight_bits_triton(_streamed(values, w, out, tile, gated=True, scaled=scaled))
+
+
+def _boxed(
+    values: Tensor, w: Tensor, dtype: torch.dtype, *, gated: bool = False
+) -> SkinnyTile | None:
+    """The tile of boxed_gemm; None: another kernel multiplies."""
+    if dtype not in DTYPES or not (INTERPRETED or has_dependent_launch(values)):
+        return None
+    return choose_boxed(len(values), *w.shape, gated=gated)
+
+
+def _in_boxes(
+    values: Tensor, of_rows: Tensor, w: Tensor, scales: Tensor, out: Tensor, tile: SkinnyTile,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    boxed_gemm(values, of_rows, w, scales, out, workspace_of(values.device), tile, **options)
+    return out
 
 
 def _in_fours(values: Tensor, of_rows: Tensor) -> tuple[Tensor, Tensor]:

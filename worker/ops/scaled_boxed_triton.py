@@ -1,0 +1,213 @@
+"""Products in eight bits for the rows of a wide decode step, whose weights stream through once.
+
+As in skinny_triton weights are the left operand, K is cut into as many ranges whatever the number
+of rows, and the last program of a tile adds up the sums of ranges in their order: so a row has the
+same bits here as there. The TMA loads both operands, each a box a step of 128 columns, and fills
+what lies beyond their rows and columns with zeros.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+from torch import Tensor
+
+from worker.config.checkpoint.quantization import SCALE_BLOCK
+from worker.ops.e4m3_triton import block_in_e4m3
+from worker.ops.jit import (
+    INTERPRETED,
+    TensorDescriptor,
+    gdc_launch_dependents,
+    gdc_wait,
+    overlap,
+    tl,
+    triton,
+)
+from worker.ops.norms_triton import silu_and_mul
+from worker.ops.product import MAX_BOXED_PARTIALS, MAX_TILES
+from worker.ops.scaled import E4M3, strides_of
+from worker.ops.skinny_triton import (
+    DTYPES,
+    MAX_ROWS,
+    SkinnyTile,
+    SkinnyWorkspace,
+    choose,
+    store_sums,
+)
+
+
+@triton.jit
+def _sum_of_step(
+    acc, w, row, begin, x_tile, x_scale, scales_at, there,
+    WIDTH: tl.constexpr, GRAIN: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """acc [WIDTH, columns of x_tile's], and what rows of w from `row` on add to it in a step."""
+    w_tile = w.load([row, begin])
+    w_scale = tl.load(scales_at) if EVEN_K else tl.load(scales_at, mask=there, other=0.0)
+    if INTERPRETED:
+        w_tile, x_tile = w_tile.to(tl.float32), x_tile.to(tl.float32)
+    if GRAIN % WIDTH == 0:
+        scale = (w_scale * x_scale)[None, :]
+    else:
+        scale = w_scale[:, None] * x_scale[None, :]
+    return acc + tl.dot(w_tile, tl.trans(x_tile)) * scale
+
+
+@triton.jit
+def _scales_at(
+    scales, row, last, stride_rows, WIDTH: tl.constexpr, GRAIN: tl.constexpr
+):  # fmt: skip
+    """Where the first scale of WIDTH rows from `row` on is: of all of them, or of each."""
+    lines = row if GRAIN % WIDTH == 0 else tl.minimum(row + tl.arange(0, WIDTH), last)
+    return scales + lines // GRAIN * stride_rows
+
+
+@triton.jit(do_not_specialize=["M", "stride_column", "stride_out_column"])
+def _boxed_gemm_kernel(
+    x, w, of_rows, scales, out, out_rows, partial, arrivals,
+    M, N, K, stride_out, stride_column, stride_rows, stride_blocks, stride_out_column,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr,
+    SPLIT: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr,
+    GATED: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of x · tiles of w, SPLIT): tiles of x that read the same weights side by side.
+
+    x: boxes [BLOCK_M, BLOCK] of [M, K]; w: boxes [BLOCK_N, BLOCK] of [N, K]; out: [M, N]; of_rows:
+    boxes [BLOCK_M] of the memory of scales, a column every `stride_column`, of rows beyond M
+    anything. (Of fewer scales than threads a load would be slow: a thread copies all it needs.)
+    GATED: w's are [BLOCK_N / 2, BLOCK] of [2 N, K], gate rows before up rows, and SPLIT is 1.
+    out_rows: None, or scales of `out`, which is in e4m3 then: [M, blocks of N], GATED,
+    BLOCK_N = 2 · BLOCK. Otherwise see _skinny_gemm_kernel.
+    """
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the output
+    tiles = tl.cdiv(M, BLOCK_M)
+    tile, part = tl.program_id(0), tl.program_id(1)
+    row, first = tile // tiles * WIDTH, tile % tiles * BLOCK_M
+    if PDL:
+        if TRIGGER < 0:
+            gdc_launch_dependents()
+        gdc_wait()
+    tokens = first + tl.arange(0, BLOCK_M)
+    here = tokens < M
+    step = part * STEPS
+    last = (2 * N if GATED else N) - 1
+    at = _scales_at(scales, row, last, stride_rows, WIDTH, GRAIN)  # pyright: ignore
+    up_at = _scales_at(scales, row + N, last, stride_rows, WIDTH, GRAIN) if GATED else at  # pyright: ignore
+    at += step * stride_blocks
+    up_at += step * stride_blocks
+    acc = tl.zeros((WIDTH, BLOCK_M), tl.float32)
+    ups = acc
+    for i in tl.range(0, STEPS, num_stages=STAGES):
+        begin = (step + i) * BLOCK
+        there = begin < K
+        x_tile = x.load([first, begin])
+        x_scale = of_rows.load([(step + i) * stride_column + first])
+        acc = _sum_of_step(  # pyright: ignore
+            acc, w, row, begin, x_tile, x_scale, at, there, WIDTH, GRAIN, EVEN_K
+        )
+        if GATED:
+            ups = _sum_of_step(  # pyright: ignore
+                ups, w, row + N, begin, x_tile, x_scale, up_at, there, WIDTH, GRAIN, EVEN_K
+            )
+        at += stride_blocks
+        up_at += stride_blocks
+        if PDL and i == TRIGGER:
+            gdc_launch_dependents()
+    cols = row + tl.arange(0, WIDTH)
+    inside = here[:, None] & (cols < N)[None, :]
+    out_at = out + tokens[:, None] * stride_out + cols[None, :]
+    if out_rows is not None:
+        dtype = tl.bfloat16
+        acc = silu_and_mul(acc.to(dtype).to(tl.float32), ups.to(dtype).to(tl.float32), dtype)
+        eight, scale = block_in_e4m3(tl.trans(acc).to(dtype))  # pyright: ignore
+        tl.store(out_at, eight, mask=inside)
+        tl.store(out_rows + row // BLOCK * stride_out_column + tokens, scale, mask=here)
+    else:
+        if GATED:
+            dtype = out.dtype.element_ty
+            acc = silu_and_mul(acc.to(dtype).to(tl.float32), ups.to(dtype).to(tl.float32), dtype)
+        store_sums(  # pyright: ignore
+            tl.trans(acc), out_at, inside, here[:, None], partial, arrivals, tile, part,
+            BLOCK_M, BLOCK_N, SPLIT,
+        )  # fmt: skip
+
+
+LEAST_BOXED_ROWS, MAX_BOXED_ROWS = 33, 256
+# (smallest n of weights, then for up to 64, 128 and 256 rows of x: block_m, block_n, num_warps and
+# num_stages, or None: it is not faster.) The splits are those of skinny_triton.
+_Shape = tuple[int, int, int, int] | None
+_TABLE: tuple[tuple[int, tuple[_Shape, _Shape, _Shape]], ...] = (
+    (16384, ((64, 128, 4, 4), (128, 128, 8, 4), (128, 128, 8, 4))),
+    (0, ((64, 64, 4, 4), (128, 64, 4, 3), (128, 128, 8, 4))),
+)
+_GATED: tuple[_Shape, _Shape, _Shape] = (64, 256, 8, 4), (128, 128, 4, 4), (128, 128, 4, 4)
+
+
+@cache
+def choose_boxed(m: int, n: int, k: int, *, gated: bool = False) -> SkinnyTile | None:
+    """The tile for x: [m, k], w: [n, k], gates and ups if it is gated; None: another kernel's."""
+    if not LEAST_BOXED_ROWS <= m <= MAX_BOXED_ROWS or k % 16:
+        return None
+    shapes = _GATED if gated else next(shapes for least, shapes in _TABLE if n >= least)
+    shape = shapes[0 if m <= 64 else 1 if m <= 128 else 2]
+    like = choose(MAX_ROWS, n, k, product_follows=gated, eight=True)
+    if shape is None or (gated and (n % (2 * SCALE_BLOCK) or not like.gates(n))):
+        return None
+    block_m, block_n, num_warps, num_stages = shape
+    tile = replace(
+        like, block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages
+    )
+    tiles, partials = scratch(m, n, tile)
+    return tile if tiles <= MAX_TILES and partials <= MAX_BOXED_PARTIALS else None
+
+
+def scratch(m: int, n: int, tile: SkinnyTile) -> tuple[int, int]:
+    """Counters and floats of workspace that a product [m, n] needs."""
+    of_x = -(-m // tile.block_m)  # tiles, side by side
+    return of_x * tile.num_tiles(n), of_x * tile.num_partials(n)
+
+
+def boxed_gemm(
+    x: Tensor,
+    of_rows: Tensor,
+    w: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    workspace: SkinnyWorkspace,
+    tile: SkinnyTile,
+    *,
+    gated: bool = False,
+    out_rows: Tensor | None = None,
+) -> None:
+    """out[:] = (x · of_rows) (w · scales)ᵀ, or with the same bits its swiglu.
+
+    x: [m, k] e4m3, of_rows and scales: see skinny_gemm, as w and gated; k a multiple of 16.
+    out: [m, n] bf16 or f16, rows contiguous; with out_rows, of a gated product, both are eight_bits
+    of its bf16: n / 2 is a multiple of 128, and tile.block_n 256.
+    """
+    (m, k), n, column = x.shape, len(w), of_rows.stride(1)
+    half = tile.block_n // 2 if gated else tile.block_n
+    (tiles, partials), steps = scratch(m, n, tile), -(-k // (SCALE_BLOCK * tile.split))
+    assert x.dtype == w.dtype == E4M3
+    assert out.dtype == E4M3 if out_rows is not None else out.dtype in DTYPES
+    assert tile.block_k == SCALE_BLOCK
+    assert of_rows.stride(0) == out.stride(1) == 1
+    assert tiles <= workspace.arrivals.numel()
+    assert partials <= workspace.partial.numel()
+    assert not gated or (tile.gates(n) and out.shape[1] == n // 2 and n % (2 * half) == 0)
+    assert out_rows is None or (gated and half == SCALE_BLOCK)
+    size = (of_rows.shape[1] - 1) * column + m
+    flat = of_rows.as_strided((size,), (1,))
+    boxes = TensorDescriptor.from_tensor
+    _boxed_gemm_kernel[(tiles, tile.split)](
+        boxes(x, [tile.block_m, SCALE_BLOCK]), boxes(w, [half, SCALE_BLOCK]),
+        boxes(flat, [tile.block_m]), scales, out, out_rows, workspace.partial, workspace.arrivals,
+        m, n // 2 if gated else n, k, out.stride(0), column, *strides_of(scales),
+        0 if out_rows is None else out_rows.stride(1),
+        **overlap(
+            x, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK=SCALE_BLOCK,
+            GRAIN=n // len(scales), SPLIT=tile.split, STEPS=steps, STAGES=tile.num_stages,
+            EVEN_K=steps * SCALE_BLOCK * tile.split == k, GATED=gated,
+            TRIGGER=max(-1, steps - 1 - tile.trigger), num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        ),
+    )  # fmt: skip
