@@ -15,7 +15,6 @@ from worker.ops.jit import HAS_TRITON
 from worker.ops.product import MAX_BOXED_PARTIALS, MAX_TILES
 from worker.ops.scaled import E4M3
 from worker.ops.scaled_boxed_triton import (
-    LEAST_BOXED_ROWS,
     MAX_BOXED_ROWS,
     _boxed_gemm_kernel,
     boxed_gemm,
@@ -32,7 +31,7 @@ from worker.ops.skinny_triton import SkinnyTile, SkinnyWorkspace, choose
 
 # Numpy's, of an exp, of a spoilt row, and of scales beyond the rows, which are whatever was there.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow", "ignore:All-NaN")
-ROWS = range(LEAST_BOXED_ROWS, MAX_BOXED_ROWS + 1)
+ROWS = range(1, MAX_BOXED_ROWS + 1)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -171,7 +170,7 @@ else:
         monkeypatch.setattr(scaled_triton, "boxed_gemm", asked)
         x, (w, _) = activations(MAX_BOXED_ROWS + 1, 512), matrix(256, 512)
         scales = matrix(2, 512, "rows")[1]
-        for m in (LEAST_BOXED_ROWS - 1, LEAST_BOXED_ROWS, MAX_BOXED_ROWS, MAX_BOXED_ROWS + 1):
+        for m in (32, 33, 65, MAX_BOXED_ROWS, MAX_BOXED_ROWS + 1):
             made.clear()
             tile = choose_boxed(m, 256, 512)
             found = product_of(x[:m], w, scales, by=scaled_product_triton)

@@ -16,9 +16,9 @@ from worker.model.decoder import Decoder, Taps
 from worker.model.layers import VocabParallelEmbedding
 from worker.model.placement import Placement
 from worker.step.state import StepState
-from worker.weights.base import Matrix, settle
+from worker.weights.base import Matrix
 from worker.weights.formats import format_of
-from worker.weights.loader import fill_with_noise, read_weights
+from worker.weights.loader import fill_with_noise, read_weights, settle
 from worker.weights.shard import Key, Shard, split_heads, whole
 
 

@@ -6,8 +6,7 @@ from worker.config.checkpoint.shape import ModelShape
 from worker.config.progress import Progress, no_progress
 from worker.model.decoder import Decoder
 from worker.model.placement import Placement
-from worker.weights.base import settle
-from worker.weights.loader import fill_with_noise, read_weights
+from worker.weights.loader import fill_with_noise, read_weights, settle
 
 
 def load_model(

@@ -18,8 +18,7 @@ MAX_STREAMED_ROWS = 64
 # product, but 3 % slower in a chain, where its kernels do not overlap. At 96 and 128 rows the
 # libraries are 4 to 9 % faster than our best tiles (benchmarks/results/kernels.md, ADR 0010).
 OWN_ROWS = 64
-MAX_PARTIALS = 1 << 21  # floats of workspace: the most that a tile of `choose` asks for
-MAX_BOXED_PARTIALS = 1 << 22  # and one of choose_boxed
+MAX_PARTIALS, MAX_BOXED_PARTIALS = 1 << 21, 1 << 22  # floats: the most of `choose`, choose_boxed
 MAX_TILES = 1 << 13
 
 

@@ -2,8 +2,8 @@
 
 As in skinny_triton weights are the left operand, K is cut into as many ranges whatever the number
 of rows, and the last program of a tile adds up the sums of ranges in their order: so a row has the
-same bits here as there. The TMA loads both operands, each a box a step of 128 columns, and fills
-what lies beyond their rows and columns with zeros.
+same bits here as there. The TMA loads both operands, a box of 128 columns a step, and fills what
+lies beyond their rows and columns with zeros.
 """
 
 from dataclasses import replace
@@ -56,7 +56,7 @@ def _sum_of_step(
 def _scales_at(
     scales, row, last, stride_rows, WIDTH: tl.constexpr, GRAIN: tl.constexpr
 ):  # fmt: skip
-    """Where the first scale of WIDTH rows from `row` on is: of all of them, or of each."""
+    """Where the first scale of WIDTH rows from `row` on is: of all of them, or of every one."""
     lines = row if GRAIN % WIDTH == 0 else tl.minimum(row + tl.arange(0, WIDTH), last)
     return scales + lines // GRAIN * stride_rows
 
@@ -131,24 +131,25 @@ def _boxed_gemm_kernel(
         )  # fmt: skip
 
 
-LEAST_BOXED_ROWS, MAX_BOXED_ROWS = 33, 256
-# (smallest n of weights, then for up to 64, 128 and 256 rows of x: block_m, block_n, num_warps and
-# num_stages, or None: it is not faster.) The splits are those of skinny_triton.
-_Shape = tuple[int, int, int, int] | None
-_TABLE: tuple[tuple[int, tuple[_Shape, _Shape, _Shape]], ...] = (
-    (16384, ((64, 128, 4, 4), (128, 128, 8, 4), (128, 128, 8, 4))),
-    (0, ((64, 64, 4, 4), (128, 64, 4, 3), (128, 128, 8, 4))),
+# Tiles by the most rows of x, and by the smallest n of weights: block_m, block_n, num_warps and
+# num_stages, or None: another kernel is as fast. The splits are those of skinny_triton.
+_BANDS = 16, 32, 64, 128, 256
+_Shapes = tuple[tuple[int, int, int, int] | None, ...]
+_TABLE: tuple[tuple[int, _Shapes], ...] = (
+    (16384, (None, None, (64, 128, 4, 4), (128, 128, 8, 4), (128, 128, 8, 4))),
+    (0, (None, None, (64, 64, 4, 4), (128, 64, 4, 3), (128, 128, 8, 4))),
 )
-_GATED: tuple[_Shape, _Shape, _Shape] = (64, 256, 8, 4), (128, 128, 4, 4), (128, 128, 4, 4)
+_GATED: _Shapes = None, None, (64, 256, 8, 4), (128, 128, 4, 4), (128, 128, 4, 4)
+MAX_BOXED_ROWS = _BANDS[-1]
 
 
 @cache
 def choose_boxed(m: int, n: int, k: int, *, gated: bool = False) -> SkinnyTile | None:
     """The tile for x: [m, k], w: [n, k], gates and ups if it is gated; None: another kernel's."""
-    if not LEAST_BOXED_ROWS <= m <= MAX_BOXED_ROWS or k % 16:
+    if not 0 < m <= MAX_BOXED_ROWS or k % 16:
         return None
     shapes = _GATED if gated else next(shapes for least, shapes in _TABLE if n >= least)
-    shape = shapes[0 if m <= 64 else 1 if m <= 128 else 2]
+    shape = next(shape for most, shape in zip(_BANDS, shapes, strict=True) if m <= most)
     like = choose(MAX_ROWS, n, k, product_follows=gated, eight=True)
     if shape is None or (gated and (n % (2 * SCALE_BLOCK) or not like.gates(n))):
         return None

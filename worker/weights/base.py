@@ -172,13 +172,6 @@ class Matrix(nn.Module):
         return shards
 
 
-def settle(model: nn.Module) -> None:
-    """Let all matrices of a model make what follows from their weights, which are filled."""
-    for module in model.modules():
-        if isinstance(module, Matrix):
-            module.settle()
-
-
 class Reading:
     """How the files of a model hold tensors of a format; here: none."""
 

@@ -9,13 +9,14 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from worker.config.checkpoint.declared import kv_field
 from worker.config.checkpoint.fields import unreadable
 from worker.config.checkpoint.shape import LayerShape
 from worker.config.progress import Progress, no_progress
 from worker.errors import UserError
+from worker.weights.base import Matrix
 from worker.weights.files import is_gguf, listed, weight_files
 from worker.weights.formats import Readings
 from worker.weights.plain import PLAIN
@@ -176,3 +177,10 @@ def _noise(key: Key, shard: Shard, seed: int) -> Tensor:
     if whole.dim() == 1 and "norm" in tensor:
         return 1 - shard.plus + 0.1 * whole
     return whole.mul_(0.02 if whole.dim() == 1 else shape[-1] ** -0.5)
+
+
+def settle(model: nn.Module) -> None:
+    """Let all matrices of a model make what follows from their weights, which are filled."""
+    for module in model.modules():
+        if isinstance(module, Matrix):
+            module.settle()
