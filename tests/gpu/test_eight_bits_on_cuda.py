@@ -28,6 +28,7 @@ from worker.ops.scaled import (
     scaled_gated_product_ref,
     scaled_product,
 )
+from worker.ops.scaled_boxed_triton import choose_boxed
 from worker.weights.eight_bits import as_e4m3
 
 pytestmark = pytest.mark.gpu(1)
@@ -108,7 +109,10 @@ def test_attention_has_the_bits_of_what_the_cache_is_worth(
     assert bool(found[0].isfinite().all())
 
 
-SHAPES = [(6144, 4096, 16), (4096, 12288, 16), (24576, 4096, 1), (304, 1000, 16), (1024, 576, 1)]
+SHAPES = [
+    (6144, 4096, 128), (4096, 12288, 16), (24576, 4096, 128), (24576, 4096, 1), (304, 1000, 16),
+    (1024, 576, 1),
+]  # fmt: skip
 
 
 def eight_of(n: int, k: int, grain: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,7 +150,7 @@ def assert_products_are_the_definition_s(x: torch.Tensor, *rest: Any) -> None:
     assert gated.mean() < 0.02
 
 
-@pytest.mark.parametrize("m", [1, 8, 33, 64, 65, 300, 2048])
+@pytest.mark.parametrize("m", [1, 8, 33, 64, 65, 129, 256, 300, 2048])
 @pytest.mark.parametrize(("n", "k", "grain"), SHAPES)
 def test_products_are_the_definition_s(m: int, n: int, k: int, grain: int) -> None:
     torch.manual_seed(3)
@@ -161,10 +165,17 @@ def test_a_row_of_a_product_is_the_same_in_any_batch(n: int, k: int, grain: int)
     def product(rows: torch.Tensor) -> torch.Tensor:
         return product_of(rows, *eight, by=scaled_product)
 
-    for counts in ((1, 2, 16, 33, 63, 64), (65, 128, 300, 1024, 2048)):
-        whole = product(x[: counts[-1]])
-        for count in counts:
-            assert torch.equal(product(x[:count]), whole[:count]), count
+    def gated(rows: torch.Tensor) -> torch.Tensor:
+        return worth(*product_of(rows, *eight, by=scaled_gated_product))
+
+    for way, has_gates in ((product, False), (gated, n >= 6144)):
+        band = [m for m in range(64, 257) if choose_boxed(m, n, k, gated=has_gates)]
+        most = max(band, default=64)
+        few = {1, 2, 16, 33, 63, 64, min(65, most), min(129, most), most}
+        for counts in (sorted(few), (most + 1, 300, 1024, 2048)):
+            whole = way(x[: counts[-1]])
+            for count in counts:
+                assert torch.equal(way(x[:count]), whole[:count]), (way, count)
     x[1:] = float("nan")
     assert torch.equal(product(x[:64])[0], product(x[:1])[0])
 

@@ -76,7 +76,8 @@ if not INTERPRETED:
         types |= {f"stride_{name}": "i32" for name in strides}
         constants = {
             "BLOCK_M": tokens, "BLOCK_N": rows, "BLOCK": BLOCK, "GRAIN": grain, "SPLIT": split,
-            "STEPS": 8, "STAGES": 4, "EVEN_K": True, "GATED": gated, "PDL": True, "TRIGGER": -1,
+            "STEPS": 8, "STAGES": 4, "EVEN_K": True, "GATED": gated, "HALVED": gated,
+            "PDL": True, "TRIGGER": -1,
         }  # fmt: skip
         warps = 8 if rows > 128 else 4
         absent = {name: None for name, kind in types.items() if kind == "constexpr"}
@@ -113,7 +114,7 @@ else:
 
     @pytest.mark.product(
         m=(33, 70, 130), shape=((64, 256), (80, 208), (160, 528)), split=(1, 2, 4),
-        grain=(*GRAINS, "whole"), tile=((64, 64), (128, 64), (64, 128)),
+        grain=(*GRAINS, "whole"), tile=((64, 64), (128, 64), (64, 128), (128, 128)),
     )  # fmt: skip
     def test_many_rows_equal_the_definition(m, shape, split, grain, tile) -> None:
         n, k = shape

@@ -57,8 +57,8 @@ def _scales_at(
     scales, row, last, stride_rows, WIDTH: tl.constexpr, GRAIN: tl.constexpr
 ):  # fmt: skip
     """Where the first scale of WIDTH rows from `row` on is: of all of them, or of every one."""
-    lines = row if GRAIN % WIDTH == 0 else tl.minimum(row + tl.arange(0, WIDTH), last)
-    return scales + lines // GRAIN * stride_rows
+    lines = row if GRAIN % WIDTH == 0 else row + tl.arange(0, WIDTH)
+    return scales + tl.minimum(lines, last) // GRAIN * stride_rows
 
 
 @triton.jit(do_not_specialize=["M", "stride_column", "stride_out_column"])
@@ -67,21 +67,25 @@ def _boxed_gemm_kernel(
     M, N, K, stride_out, stride_column, stride_rows, stride_blocks, stride_out_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr,
     SPLIT: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr,
-    GATED: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    GATED: tl.constexpr, HALVED: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of x · tiles of w, SPLIT): tiles of x that read the same weights side by side.
 
     x: boxes [BLOCK_M, BLOCK] of [M, K]; w: boxes [BLOCK_N, BLOCK] of [N, K]; out: [M, N]; of_rows:
     boxes [BLOCK_M] of the memory of scales, a column every `stride_column`, of rows beyond M
     anything. (Of fewer scales than threads a load would be slow: a thread copies all it needs.)
-    GATED: w's are [BLOCK_N / 2, BLOCK] of [2 N, K], gate rows before up rows, and SPLIT is 1.
+    HALVED: w's are [BLOCK_N / 2, BLOCK], and a step has two products, one after the other: else
+    registers would hold a step's sums of all rows beside the whole ones.
+    GATED: w is [2 N, K], gate rows before up rows, a half is of gates; SPLIT is 1.
     out_rows: None, or scales of `out`, which is in e4m3 then: [M, blocks of N], GATED,
     BLOCK_N = 2 · BLOCK. Otherwise see _skinny_gemm_kernel.
     """
-    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the output
+    WIDTH: tl.constexpr = BLOCK_N // 2 if HALVED else BLOCK_N  # rows of a box
+    COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # of the output
     tiles = tl.cdiv(M, BLOCK_M)
     tile, part = tl.program_id(0), tl.program_id(1)
-    row, first = tile // tiles * WIDTH, tile % tiles * BLOCK_M
+    row, first = tile // tiles * COLUMNS, tile % tiles * BLOCK_M
+    second = row + (N if GATED else WIDTH)
     if PDL:
         if TRIGGER < 0:
             gdc_launch_dependents()
@@ -91,11 +95,11 @@ def _boxed_gemm_kernel(
     step = part * STEPS
     last = (2 * N if GATED else N) - 1
     at = _scales_at(scales, row, last, stride_rows, WIDTH, GRAIN)  # pyright: ignore
-    up_at = _scales_at(scales, row + N, last, stride_rows, WIDTH, GRAIN) if GATED else at  # pyright: ignore
+    second_at = _scales_at(scales, second, last, stride_rows, WIDTH, GRAIN)  # pyright: ignore
     at += step * stride_blocks
-    up_at += step * stride_blocks
+    second_at += step * stride_blocks
     acc = tl.zeros((WIDTH, BLOCK_M), tl.float32)
-    ups = acc
+    other = acc  # sums of the second half
     for i in tl.range(0, STEPS, num_stages=STAGES):
         begin = (step + i) * BLOCK
         there = begin < K
@@ -104,29 +108,30 @@ def _boxed_gemm_kernel(
         acc = _sum_of_step(  # pyright: ignore
             acc, w, row, begin, x_tile, x_scale, at, there, WIDTH, GRAIN, EVEN_K
         )
-        if GATED:
-            ups = _sum_of_step(  # pyright: ignore
-                ups, w, row + N, begin, x_tile, x_scale, up_at, there, WIDTH, GRAIN, EVEN_K
+        if HALVED:
+            other = _sum_of_step(  # pyright: ignore
+                other, w, second, begin, x_tile, x_scale, second_at, there, WIDTH, GRAIN, EVEN_K
             )
         at += stride_blocks
-        up_at += stride_blocks
+        second_at += stride_blocks
         if PDL and i == TRIGGER:
             gdc_launch_dependents()
-    cols = row + tl.arange(0, WIDTH)
+    if GATED:
+        dtype = tl.bfloat16 if out_rows is not None else out.dtype.element_ty
+        acc = silu_and_mul(acc.to(dtype).to(tl.float32), other.to(dtype).to(tl.float32), dtype)
+    elif HALVED:
+        acc = tl.reshape(tl.permute(tl.join(acc, other), (2, 0, 1)), (BLOCK_N, BLOCK_M))
+    acc = tl.trans(acc)
+    cols = row + tl.arange(0, COLUMNS)
     inside = here[:, None] & (cols < N)[None, :]
     out_at = out + tokens[:, None] * stride_out + cols[None, :]
     if out_rows is not None:
-        dtype = tl.bfloat16
-        acc = silu_and_mul(acc.to(dtype).to(tl.float32), ups.to(dtype).to(tl.float32), dtype)
-        eight, scale = block_in_e4m3(tl.trans(acc).to(dtype))  # pyright: ignore
+        eight, scale = block_in_e4m3(acc.to(tl.bfloat16))  # pyright: ignore
         tl.store(out_at, eight, mask=inside)
         tl.store(out_rows + row // BLOCK * stride_out_column + tokens, scale, mask=here)
     else:
-        if GATED:
-            dtype = out.dtype.element_ty
-            acc = silu_and_mul(acc.to(dtype).to(tl.float32), ups.to(dtype).to(tl.float32), dtype)
         store_sums(  # pyright: ignore
-            tl.trans(acc), out_at, inside, here[:, None], partial, arrivals, tile, part,
+            acc, out_at, inside, here[:, None], partial, arrivals, tile, part,
             BLOCK_M, BLOCK_N, SPLIT,
         )  # fmt: skip
 
@@ -141,6 +146,7 @@ _TABLE: tuple[tuple[int, _Shapes], ...] = (
 )
 _GATED: _Shapes = None, None, (64, 256, 8, 4), (128, 128, 4, 4), (128, 128, 4, 4)
 MAX_BOXED_ROWS = _BANDS[-1]
+MOST_SUMS = 64 * 32  # of a step in the registers of a warp, beside as many whole ones
 
 
 @cache
@@ -186,7 +192,8 @@ def boxed_gemm(
     of its bf16: n / 2 is a multiple of 128, and tile.block_n 256.
     """
     (m, k), n, column = x.shape, len(w), of_rows.stride(1)
-    half = tile.block_n // 2 if gated else tile.block_n
+    halved = gated or tile.block_n * tile.block_m > MOST_SUMS * tile.num_warps
+    box = tile.block_n // 2 if halved else tile.block_n
     (tiles, partials), steps = scratch(m, n, tile), -(-k // (SCALE_BLOCK * tile.split))
     assert x.dtype == w.dtype == E4M3
     assert out.dtype == E4M3 if out_rows is not None else out.dtype in DTYPES
@@ -194,20 +201,20 @@ def boxed_gemm(
     assert of_rows.stride(0) == out.stride(1) == 1
     assert tiles <= workspace.arrivals.numel()
     assert partials <= workspace.partial.numel()
-    assert not gated or (tile.gates(n) and out.shape[1] == n // 2 and n % (2 * half) == 0)
-    assert out_rows is None or (gated and half == SCALE_BLOCK)
+    assert not gated or (tile.gates(n) and out.shape[1] == n // 2 and n % (2 * box) == 0)
+    assert out_rows is None or (gated and box == SCALE_BLOCK)
     size = (of_rows.shape[1] - 1) * column + m
     flat = of_rows.as_strided((size,), (1,))
     boxes = TensorDescriptor.from_tensor
     _boxed_gemm_kernel[(tiles, tile.split)](
-        boxes(x, [tile.block_m, SCALE_BLOCK]), boxes(w, [half, SCALE_BLOCK]),
+        boxes(x, [tile.block_m, SCALE_BLOCK]), boxes(w, [box, SCALE_BLOCK]),
         boxes(flat, [tile.block_m]), scales, out, out_rows, workspace.partial, workspace.arrivals,
         m, n // 2 if gated else n, k, out.stride(0), column, *strides_of(scales),
         0 if out_rows is None else out_rows.stride(1),
         **overlap(
             x, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK=SCALE_BLOCK,
             GRAIN=n // len(scales), SPLIT=tile.split, STEPS=steps, STAGES=tile.num_stages,
-            EVEN_K=steps * SCALE_BLOCK * tile.split == k, GATED=gated,
+            EVEN_K=steps * SCALE_BLOCK * tile.split == k, GATED=gated, HALVED=halved,
             TRIGGER=max(-1, steps - 1 - tile.trigger), num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         ),
