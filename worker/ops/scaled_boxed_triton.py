@@ -137,14 +137,15 @@ def _boxed_gemm_kernel(
 
 
 # Tiles by the most rows of x, and by the smallest n of weights: block_m, block_n, num_warps and
-# num_stages, or None: another kernel is as fast. The splits are those of skinny_triton.
-_BANDS = 16, 32, 64, 128, 256
+# num_stages, or None: another kernel is as fast. The splits are those of skinny_triton. Boxes in
+# shared memory begin at 128 bytes, and so the scales of a step are 32 at least.
+_BANDS, _FEWEST = (32, 64, 128, 256), 32
 _Shapes = tuple[tuple[int, int, int, int] | None, ...]
 _TABLE: tuple[tuple[int, _Shapes], ...] = (
-    (16384, (None, None, (64, 128, 4, 4), (128, 128, 8, 4), (128, 128, 8, 4))),
-    (0, (None, None, (64, 64, 4, 4), (128, 64, 4, 3), (128, 128, 8, 4))),
+    (16384, (None, (64, 128, 4, 4), (128, 128, 8, 4), (128, 128, 8, 4))),
+    (0, (None, (64, 64, 4, 4), (128, 64, 4, 3), (128, 128, 8, 4))),
 )
-_GATED: _Shapes = None, None, (64, 256, 8, 4), (128, 128, 4, 4), (128, 128, 4, 4)
+_GATED: _Shapes = None, (64, 256, 8, 4), (128, 128, 4, 4), (128, 128, 4, 4)
 MAX_BOXED_ROWS = _BANDS[-1]
 MOST_SUMS = 64 * 32  # of a step in the registers of a warp, beside as many whole ones
 
@@ -198,6 +199,7 @@ def boxed_gemm(
     assert x.dtype == w.dtype == E4M3
     assert out.dtype == E4M3 if out_rows is not None else out.dtype in DTYPES
     assert tile.block_k == SCALE_BLOCK
+    assert tile.block_m >= _FEWEST
     assert of_rows.stride(0) == out.stride(1) == 1
     assert tiles <= workspace.arrivals.numel()
     assert partials <= workspace.partial.numel()
