@@ -1,7 +1,6 @@
 """Products in eight bits of wide decode steps: the definition's, with the bits of few rows."""
 
 import re
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,10 +10,13 @@ from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.pairwise import in_whole
 from tests.support.scaled import product_of
 from tests.unit.test_scaled_products import BLOCK, GRAINS, activations, matrix
+from worker.ops import scaled_triton
 from worker.ops.jit import HAS_TRITON
-from worker.ops.product import MAX_BOXED_PARTIALS, MAX_TILES
+from worker.ops.product import MAX_BOXED_PARTIALS, MAX_TILES, OWN_ROWS
 from worker.ops.scaled import E4M3
 from worker.ops.scaled_boxed_triton import (
+    FEW_ROWS,
+    LONG,
     MAX_BOXED_ROWS,
     _boxed_gemm_kernel,
     boxed_gemm,
@@ -36,7 +38,7 @@ ROWS = range(1, MAX_BOXED_ROWS + 1)
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("k", [64, 512, 4096, 12288])
-@pytest.mark.parametrize("n", [128, 1024, 3072, 4096, 6144, 9216, 24576, 151936])
+@pytest.mark.parametrize("n", [128, 1024, 3072, 4096, 5120, 6144, 9216, 16383, 24576, 151936])
 def test_sums_are_cut_as_those_of_few_rows_and_fit(n: int, k: int, gated: bool) -> None:
     few = choose(1, n, k, product_follows=gated, eight=True)
     tiles = [(m, tile) for m in ROWS if (tile := choose_boxed(m, n, k, gated=gated)) is not None]
@@ -48,7 +50,9 @@ def test_sums_are_cut_as_those_of_few_rows_and_fit(n: int, k: int, gated: bool) 
         assert partials <= MAX_BOXED_PARTIALS
         ring = (tile.block_n + tile.block_m) * BLOCK * tile.num_stages
         assert ring <= 226 * 1024
-    assert all(b == a + 1 for (a, _), (b, _) in pairwise(tiles)), "one band of rows"
+    most = MAX_BOXED_ROWS if k >= LONG else OWN_ROWS
+    band = [] if gated and (n % 128 or not few.gates(n)) else range(FEW_ROWS + 1, most + 1)
+    assert [m for m, _ in tiles] == list(band)
     assert choose_boxed(64, n, k + 8, gated=gated) is None, "the TMA steps by 16 bytes"
 
 
@@ -57,32 +61,27 @@ if not INTERPRETED:
 
     @needs_triton
     @pytest.mark.parametrize(
-        ("tokens", "rows", "split", "grain", "gated"),
+        ("rows", "split", "grain", "gated"),
         [
-            (64, 64, 4, 128, False),
-            (128, 128, 1, 128, True),
-            *in_whole((64, 256, 1, 128, True), (64, 128, 2, 16, False)),
+            (64, 4, 128, False),
+            (128, 1, 128, True),
+            *in_whole((128, 4, 128, False), (64, 2, 16, False)),
         ],
     )
-    def test_it_compiles_for_hopper_without_one(tokens, rows, split, grain, gated) -> None:
-        width, fused = rows // 2 if gated else rows, gated and rows == 2 * BLOCK
+    def test_it_compiles_for_hopper_without_one(rows, split, grain, gated) -> None:
+        tokens, width = 64, rows // 2 if gated else rows
         types: dict[str, Any] = {
             "x": f"tensordesc<fp8e4nv[{tokens}, 128]>", "w": f"tensordesc<fp8e4nv[{width}, 128]>",
             "of_rows": f"tensordesc<fp32[{tokens}]>", "scales": "*fp32", "partial": "*fp32",
-            "arrivals": "*i32", "out": "*fp8e4nv" if fused else "*bf16",
-            "out_rows": "*fp32" if fused else "constexpr", "M": "i32", "N": "i32", "K": "i32",
+            "arrivals": "*i32", "out": "*bf16", "M": "i32", "N": "i32", "K": "i32",
         }  # fmt: skip
-        strides = "out", "column", "rows", "blocks", "out_column"
-        types |= {f"stride_{name}": "i32" for name in strides}
+        types |= {f"stride_{name}": "i32" for name in ("out", "column", "rows", "blocks")}
         constants = {
             "BLOCK_M": tokens, "BLOCK_N": rows, "BLOCK": BLOCK, "GRAIN": grain, "SPLIT": split,
-            "STEPS": 8, "STAGES": 4, "EVEN_K": True, "GATED": gated, "HALVED": gated,
-            "PDL": True, "TRIGGER": -1,
+            "STEPS": 8, "STAGES": 4, "EVEN_K": True, "GATED": gated, "PDL": True,
+            "TRIGGER": -1,
         }  # fmt: skip
-        warps = 8 if rows > 128 else 4
-        absent = {name: None for name, kind in types.items() if kind == "constexpr"}
-        types = {name: kind for name, kind in types.items() if name not in absent}
-        ptx = ptx_of(_boxed_gemm_kernel, types, constants | absent, num_warps=warps, num_stages=4)
+        ptx = ptx_of(_boxed_gemm_kernel, types, constants, num_warps=4, num_stages=4)
         assert f"wgmma.mma_async.sync.aligned.m64n{tokens}k32.f32.e4m3.e4m3" in ptx
         assert "cp.async.bulk.tensor" in ptx
         assert "cp.async.cg.shared.global" not in ptx, "tiles come in boxes"
@@ -91,37 +90,36 @@ if not INTERPRETED:
         assert not re.search(r"\b(red|atom)\.\S*\.(f16|bf16|f32|f64)", ptx)
 
 else:
-    from tests.unit.test_scaled_products import near, streamed
+    from tests.unit.test_scaled_products import assert_same_rows, near, streamed
+    from worker.ops.norms_triton import swiglu_triton
 
-    def boxed(x, w, scales, split=1, tokens=64, rows=64, *, gated=False, fused=False) -> Any:
+    def boxed(x, w, scales, split=1, rows=64, *, gated=False) -> torch.Tensor:
         """One product into poisoned memory; nothing beside may be written."""
         values, of_rows = eight_bits_triton(x)
-        tile = SkinnyTile(tokens, rows, BLOCK, split, 4, 3, 2)
+        tile = SkinnyTile(64, rows, BLOCK, split, 4, 3, 2)
         counters, partials = scratch(len(x), len(w), tile)
         poison = torch.full((max(1, partials),), float("nan"))
         workspace = SkinnyWorkspace(poison, torch.zeros(counters, dtype=torch.int32))
-        (m, width), kind = (len(x), len(w) // (2 if gated else 1)), E4M3 if fused else x.dtype
-        around = torch.full((m + 2, width + 16), 77.0).to(kind)
-        wanted = around.clone()
-        out = around[1 : m + 1, :width]
-        of_out = torch.empty(width // BLOCK, -(-m // 4) * 4).t()[:m] if fused else None
-        boxed_gemm(values, of_rows, w, scales, out, workspace, tile, gated=gated, out_rows=of_out)
+        width = len(w) // 2 if gated else len(w)
+        around = torch.full((len(x) + 2, width + 16), 77.0, dtype=x.dtype)
+        out = around[1:-1, :width]
+        boxed_gemm(values, of_rows, w, scales, out, workspace, tile, gated=gated)
         assert not workspace.arrivals.any()
         found = out.clone()
-        out.copy_(wanted[1 : m + 1, :width])
-        assert torch.equal(around.float(), wanted.float())
-        return (found, of_out) if fused else found
+        out.fill_(77.0)
+        assert (around == 77.0).all()
+        return found
 
     @pytest.mark.product(
-        m=(33, 70, 130), shape=((64, 256), (80, 208), (160, 528)), split=(1, 2, 4),
-        grain=(*GRAINS, "whole"), tile=((64, 64), (128, 64), (64, 128), (128, 128)),
+        m=(33, 70, 128), shape=((64, 256), (80, 208), (160, 528)), split=(1, 2, 4),
+        grain=(*GRAINS, "whole"), rows=(64, 128),
     )  # fmt: skip
-    def test_many_rows_equal_the_definition(m, shape, split, grain, tile) -> None:
+    def test_many_rows_equal_the_definition(m, shape, split, grain, rows) -> None:
         n, k = shape
         n = 256 if grain == "whole" else n
         x, (w, scales) = activations(m, k), matrix(n, k, "rows" if grain == "whole" else grain)
         scales = scales[::128].contiguous() if grain == "whole" else scales
-        assert near(boxed(x, w, scales, split, *tile), product_of(x, w, scales))
+        assert near(boxed(x, w, scales, split, rows), product_of(x, w, scales))
 
     def exact(m: int, k: int) -> torch.Tensor:
         """Integers of which a block's sum is exact in any order, and so is its scale."""
@@ -131,11 +129,14 @@ else:
 
     @pytest.mark.parametrize("split", [1, 2])
     def test_a_row_has_the_same_bits_among_few_and_many(split: int) -> None:
-        x, (w, scales) = exact(130, 512), matrix(64, 512)
+        x, (w, scales) = exact(128, 512), matrix(128, 512)
         w = w.float().round().clamp(-8, 8).to(E4M3)
         few = streamed(x[:20], w, scales, split)
-        for m, tokens in ((33, 64), (64, 64), (65, 128), (130, 64), (130, 128)):
-            assert torch.equal(boxed(x[:m], w, scales, split, tokens)[:20], few), m
+        for m, rows in ((33, 64), (64, 64), (64, 128), (65, 128), (128, 128)):
+            assert torch.equal(boxed(x[:m], w, scales, split, rows)[:20], few), m
+        gated = streamed(x[:20], w, scales, gated=True)
+        for m in (33, 128):
+            assert torch.equal(boxed(x[:m], w, scales, rows=128, gated=True)[:20], gated), m
 
     def test_a_row_depends_on_no_other_and_a_nan_stays_one() -> None:
         x, (w, scales) = activations(70, 256), matrix(48, 256)
@@ -147,34 +148,40 @@ else:
             assert torch.equal(found[row], alone[row])
             assert bool(found[1].isnan().all()) == (spoil != spoil)
 
-    def test_a_gate_has_the_bits_of_its_kernel_and_in_eight_bits_too() -> None:
-        x, (w, _) = activations(70, 256), matrix(512, 256)
-        scales = matrix(4, 256, "rows")[1]
-        whole = boxed(x, w, scales)
-        values, of_rows = swiglu_eight_triton(whole)
-        for rows in (128, 256):
-            gated = eight_bits_triton(boxed(x, w, scales, rows=rows, gated=True))
-            assert torch.equal(gated[0].view(torch.uint8), values.view(torch.uint8))
-            assert torch.equal(gated[1], of_rows)
-        found, of_found = boxed(x, w, scales, rows=256, gated=True, fused=True)
-        assert torch.equal(found.view(torch.uint8), values.view(torch.uint8))
-        assert torch.equal(of_found, of_rows)
+    @pytest.mark.parametrize("n", [384, 512])
+    def test_a_gate_has_the_bits_of_its_kernel(n: int) -> None:
+        x, (w, _) = activations(70, 256), matrix(n, 256)
+        for scales in (matrix(n // BLOCK, 256, "rows")[1], matrix(n, 256)[1]):
+            gated = boxed(x, w, scales, rows=128, gated=True)
+            wanted = swiglu_triton(boxed(x, w, scales))
+            assert torch.equal(gated.view(torch.int16), wanted.view(torch.int16))
 
-    def test_layers_get_them_for_the_rows_of_the_band(monkeypatch) -> None:
-        from worker.ops import scaled_triton
+    @pytest.fixture
+    def made(monkeypatch) -> list[SkinnyTile]:
+        """The tiles of boxed products, as they are asked for."""
 
         def asked(*operands: Any, **options: Any) -> None:
-            made.append(operands[6])
+            tiles.append(operands[6])
             boxed_gemm(*operands, **options)
 
-        made = list[SkinnyTile]()
+        tiles = list[SkinnyTile]()
         monkeypatch.setattr(scaled_triton, "boxed_gemm", asked)
-        x, (w, _) = activations(MAX_BOXED_ROWS + 1, 512), matrix(256, 512)
-        scales = matrix(2, 512, "rows")[1]
-        for m in (32, 33, 65, MAX_BOXED_ROWS, MAX_BOXED_ROWS + 1):
+        return tiles
+
+    @pytest.mark.parametrize("k", [512, LONG])
+    def test_layers_get_them_for_the_rows_of_the_band(k: int, made) -> None:
+        x, (w, _) = activations(MAX_BOXED_ROWS + 1, k), matrix(256, k)
+        scales = matrix(2, k, "rows")[1]
+        for m in (FEW_ROWS, FEW_ROWS + 1, OWN_ROWS, OWN_ROWS + 1, MAX_BOXED_ROWS, len(x)):
             made.clear()
-            tile = choose_boxed(m, 256, 512)
+            tile = choose_boxed(m, 256, k)
             found = product_of(x[:m], w, scales, by=scaled_product_triton)
             assert made == ([] if tile is None else [tile])
             assert near(found, product_of(x[:m], w, scales))
-            scaled_gated_product_triton(*eight_bits_triton(x[:m]), w, scales, x.dtype)
+
+    def test_layers_get_gates_of_them_with_the_bits_of_their_products(made) -> None:
+        x, (w, scales) = activations(33, 128), matrix(6144, 128)
+        found = product_of(x, w, scales, by=scaled_gated_product_triton)
+        assert made == [choose_boxed(33, 6144, 128, gated=True)]
+        whole = product_of(x, w, scales, by=scaled_product_triton)
+        assert_same_rows(found, swiglu_eight_triton(whole))

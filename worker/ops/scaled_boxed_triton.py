@@ -12,7 +12,6 @@ from functools import cache
 from torch import Tensor
 
 from worker.config.checkpoint.quantization import SCALE_BLOCK
-from worker.ops.e4m3_triton import block_in_e4m3
 from worker.ops.jit import (
     INTERPRETED,
     TensorDescriptor,
@@ -23,7 +22,7 @@ from worker.ops.jit import (
     triton,
 )
 from worker.ops.norms_triton import silu_and_mul
-from worker.ops.product import MAX_BOXED_PARTIALS, MAX_TILES
+from worker.ops.product import MAX_BOXED_PARTIALS, MAX_TILES, OWN_ROWS
 from worker.ops.scaled import E4M3, strides_of
 from worker.ops.skinny_triton import (
     DTYPES,
@@ -61,31 +60,27 @@ def _scales_at(
     return scales + tl.minimum(lines, last) // GRAIN * stride_rows
 
 
-@triton.jit(do_not_specialize=["M", "stride_column", "stride_out_column"])
+@triton.jit(do_not_specialize=["M", "stride_column"])
 def _boxed_gemm_kernel(
-    x, w, of_rows, scales, out, out_rows, partial, arrivals,
-    M, N, K, stride_out, stride_column, stride_rows, stride_blocks, stride_out_column,
+    x, w, of_rows, scales, out, partial, arrivals,
+    M, N, K, stride_out, stride_column, stride_rows, stride_blocks,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr,
     SPLIT: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr,
-    GATED: tl.constexpr, HALVED: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    GATED: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of x · tiles of w, SPLIT): tiles of x that read the same weights side by side.
 
     x: boxes [BLOCK_M, BLOCK] of [M, K]; w: boxes [BLOCK_N, BLOCK] of [N, K]; out: [M, N]; of_rows:
     boxes [BLOCK_M] of the memory of scales, a column every `stride_column`, of rows beyond M
     anything. (Of fewer scales than threads a load would be slow: a thread copies all it needs.)
-    HALVED: w's are [BLOCK_N / 2, BLOCK], and a step has two products, one after the other: else
-    registers would hold a step's sums of all rows beside the whole ones.
-    GATED: w is [2 N, K], gate rows before up rows, a half is of gates; SPLIT is 1.
-    out_rows: None, or scales of `out`, which is in e4m3 then: [M, blocks of N], GATED,
-    BLOCK_N = 2 · BLOCK. Otherwise see _skinny_gemm_kernel.
+    GATED: w is [2 N, K], gate rows before up rows, its boxes [BLOCK_N / 2, BLOCK], and a step has
+    two products, of gates and of ups; SPLIT is 1. Otherwise see _skinny_gemm_kernel.
     """
-    WIDTH: tl.constexpr = BLOCK_N // 2 if HALVED else BLOCK_N  # rows of a box
-    COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # of the output
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # rows of a box, columns of the output
     tiles = tl.cdiv(M, BLOCK_M)
     tile, part = tl.program_id(0), tl.program_id(1)
-    row, first = tile // tiles * COLUMNS, tile % tiles * BLOCK_M
-    second = row + (N if GATED else WIDTH)
+    row, first = tile // tiles * WIDTH, tile % tiles * BLOCK_M
+    second = row + N  # of ups
     if PDL:
         if TRIGGER < 0:
             gdc_launch_dependents()
@@ -99,7 +94,7 @@ def _boxed_gemm_kernel(
     at += step * stride_blocks
     second_at += step * stride_blocks
     acc = tl.zeros((WIDTH, BLOCK_M), tl.float32)
-    other = acc  # sums of the second half
+    other = acc  # sums of ups
     for i in tl.range(0, STEPS, num_stages=STAGES):
         begin = (step + i) * BLOCK
         there = begin < K
@@ -108,7 +103,7 @@ def _boxed_gemm_kernel(
         acc = _sum_of_step(  # pyright: ignore
             acc, w, row, begin, x_tile, x_scale, at, there, WIDTH, GRAIN, EVEN_K
         )
-        if HALVED:
+        if GATED:
             other = _sum_of_step(  # pyright: ignore
                 other, w, second, begin, x_tile, x_scale, second_at, there, WIDTH, GRAIN, EVEN_K
             )
@@ -117,53 +112,36 @@ def _boxed_gemm_kernel(
         if PDL and i == TRIGGER:
             gdc_launch_dependents()
     if GATED:
-        dtype = tl.bfloat16 if out_rows is not None else out.dtype.element_ty
+        dtype = out.dtype.element_ty
         acc = silu_and_mul(acc.to(dtype).to(tl.float32), other.to(dtype).to(tl.float32), dtype)
-    elif HALVED:
-        acc = tl.reshape(tl.permute(tl.join(acc, other), (2, 0, 1)), (BLOCK_N, BLOCK_M))
     acc = tl.trans(acc)
-    cols = row + tl.arange(0, COLUMNS)
+    cols = row + tl.arange(0, WIDTH)
     inside = here[:, None] & (cols < N)[None, :]
-    out_at = out + tokens[:, None] * stride_out + cols[None, :]
-    if out_rows is not None:
-        eight, scale = block_in_e4m3(acc.to(tl.bfloat16))  # pyright: ignore
-        tl.store(out_at, eight, mask=inside)
-        tl.store(out_rows + row // BLOCK * stride_out_column + tokens, scale, mask=here)
-    else:
-        store_sums(  # pyright: ignore
-            acc, out_at, inside, here[:, None], partial, arrivals, tile, part,
-            BLOCK_M, BLOCK_N, SPLIT,
-        )  # fmt: skip
+    store_sums(  # pyright: ignore
+        acc, out + tokens[:, None] * stride_out + cols[None, :], inside, here[:, None],
+        partial, arrivals, tile, part, BLOCK_M, BLOCK_N, SPLIT,
+    )  # fmt: skip
 
 
-# Tiles by the most rows of x, and by the smallest n of weights: block_m, block_n, num_warps and
-# num_stages, or None: another kernel is as fast. The splits are those of skinny_triton. Boxes in
-# shared memory begin at 128 bytes, and so the scales of a step are 32 at least.
-_BANDS, _FEWEST = (32, 64, 128, 256), 32
-_Shapes = tuple[tuple[int, int, int, int] | None, ...]
-_TABLE: tuple[tuple[int, _Shapes], ...] = (
-    (16384, (None, (64, 128, 4, 4), (128, 128, 8, 4), (128, 128, 8, 4))),
-    (0, (None, (64, 64, 4, 4), (128, 64, 4, 3), (128, 128, 8, 4))),
-)
-_GATED: _Shapes = None, (64, 256, 8, 4), (128, 128, 4, 4), (128, 128, 4, 4)
-MAX_BOXED_ROWS = _BANDS[-1]
-MOST_SUMS = 64 * 32  # of a step in the registers of a warp, beside as many whole ones
+# H200, Qwen3-8B, us. 64 rows, skinny and boxed: qkv 17.3, 13.5; o 13.7, 11.4; down 27.1, 20.8; up
+# 28.3, 27.1; gated 33.2, 32.5. 128 rows, library and boxed: down 35.7, 26.3, of k 12288; of k 4096
+# qkv 14.9, 16.2; o 14.6, 15.7; up 32.5, 33.5; gated 36.7, 37.9. 256 rows: the library everywhere.
+FEW_ROWS, MAX_BOXED_ROWS = 32, 128
+LONG = 8192  # the least k with tiles for more than OWN_ROWS
 
 
 @cache
 def choose_boxed(m: int, n: int, k: int, *, gated: bool = False) -> SkinnyTile | None:
     """The tile for x: [m, k], w: [n, k], gates and ups if it is gated; None: another kernel's."""
-    if not 0 < m <= MAX_BOXED_ROWS or k % 16:
+    most = MAX_BOXED_ROWS if k >= LONG else OWN_ROWS
+    if not FEW_ROWS < m <= most or k % 16:
         return None
-    shapes = _GATED if gated else next(shapes for least, shapes in _TABLE if n >= least)
-    shape = next(shape for most, shape in zip(_BANDS, shapes, strict=True) if m <= most)
+    narrow = (64, 4) if n >= 16384 else (64, 6)
+    block_n, num_stages = (128, 4) if gated or m > OWN_ROWS else narrow
     like = choose(MAX_ROWS, n, k, product_follows=gated, eight=True)
-    if shape is None or (gated and (n % (2 * SCALE_BLOCK) or not like.gates(n))):
+    if gated and (n % block_n or not like.gates(n)):
         return None
-    block_m, block_n, num_warps, num_stages = shape
-    tile = replace(
-        like, block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages
-    )
+    tile = replace(like, block_m=64, block_n=block_n, num_warps=4, num_stages=num_stages)
     tiles, partials = scratch(m, n, tile)
     return tile if tiles <= MAX_TILES and partials <= MAX_BOXED_PARTIALS else None
 
@@ -184,39 +162,35 @@ def boxed_gemm(
     tile: SkinnyTile,
     *,
     gated: bool = False,
-    out_rows: Tensor | None = None,
 ) -> None:
     """out[:] = (x · of_rows) (w · scales)ᵀ, or with the same bits its swiglu.
 
     x: [m, k] e4m3, of_rows and scales: see skinny_gemm, as w and gated; k a multiple of 16.
-    out: [m, n] bf16 or f16, rows contiguous; with out_rows, of a gated product, both are eight_bits
-    of its bf16: n / 2 is a multiple of 128, and tile.block_n 256.
+    out: [m, n] bf16 or f16, [m, n / 2] if gated, rows contiguous; then n is a multiple of
+    tile.block_n.
     """
     (m, k), n, column = x.shape, len(w), of_rows.stride(1)
-    halved = gated or tile.block_n * tile.block_m > MOST_SUMS * tile.num_warps
-    box = tile.block_n // 2 if halved else tile.block_n
+    box = tile.block_n // 2 if gated else tile.block_n
     (tiles, partials), steps = scratch(m, n, tile), -(-k // (SCALE_BLOCK * tile.split))
     assert x.dtype == w.dtype == E4M3
-    assert out.dtype == E4M3 if out_rows is not None else out.dtype in DTYPES
+    assert out.dtype in DTYPES
     assert tile.block_k == SCALE_BLOCK
-    assert tile.block_m >= _FEWEST
+    assert tile.block_m >= 32  # boxes in shared memory begin at 128 bytes, those of scales too
     assert of_rows.stride(0) == out.stride(1) == 1
     assert tiles <= workspace.arrivals.numel()
     assert partials <= workspace.partial.numel()
-    assert not gated or (tile.gates(n) and out.shape[1] == n // 2 and n % (2 * box) == 0)
-    assert out_rows is None or (gated and box == SCALE_BLOCK)
+    assert not gated or (tile.gates(n) and out.shape[1] == n // 2 and n % tile.block_n == 0)
     size = (of_rows.shape[1] - 1) * column + m
     flat = of_rows.as_strided((size,), (1,))
     boxes = TensorDescriptor.from_tensor
     _boxed_gemm_kernel[(tiles, tile.split)](
         boxes(x, [tile.block_m, SCALE_BLOCK]), boxes(w, [box, SCALE_BLOCK]),
-        boxes(flat, [tile.block_m]), scales, out, out_rows, workspace.partial, workspace.arrivals,
+        boxes(flat, [tile.block_m]), scales, out, workspace.partial, workspace.arrivals,
         m, n // 2 if gated else n, k, out.stride(0), column, *strides_of(scales),
-        0 if out_rows is None else out_rows.stride(1),
         **overlap(
             x, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK=SCALE_BLOCK,
             GRAIN=n // len(scales), SPLIT=tile.split, STEPS=steps, STAGES=tile.num_stages,
-            EVEN_K=steps * SCALE_BLOCK * tile.split == k, GATED=gated, HALVED=halved,
+            EVEN_K=steps * SCALE_BLOCK * tile.split == k, GATED=gated,
             TRIGGER=max(-1, steps - 1 - tile.trigger), num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         ),

@@ -179,9 +179,9 @@ def scaled_product_triton(
 ) -> Tensor:
     """See scaled_product_ref.
 
-    A row's result is the same in any batch of up to OWN_ROWS rows, and of up to as many as
-    choose_boxed has tiles for. Beyond it depends on the number of rows, too, if torch's library
-    computes it.
+    A row's result is the same in any batch of up to OWN_ROWS (64) rows, and of up to MAX_BOXED_ROWS
+    (128) where choose_boxed has tiles for them, of k from 8192 on. Beyond it depends on the number
+    of rows, too, if torch's library computes it.
     """
     m, n = len(values), len(w)
     if (tile := _boxed(values, w, dtype)) is not None:
@@ -208,10 +208,6 @@ def scaled_gated_product_triton(
 ) -> tuple[Tensor, Tensor]:
     m, n = len(values), len(w)
     if (tile := _boxed(values, w, dtype, gated=True)) is not None:
-        if dtype == torch.bfloat16 and tile.block_n == 2 * SCALE_BLOCK:
-            found, of_found = room(m, n // 2, values.device)
-            options = {"gated": True, "out_rows": of_found}
-            return _in_boxes(values, of_rows, w, scales, found, tile, **options), of_found
         out = torch.empty(m, n // 2, dtype=dtype, device=values.device)
         return eight_bits_triton(_in_boxes(values, of_rows, w, scales, out, tile, gated=True))
     tile = tile_for(m, w, dtype, product_follows=True)
@@ -234,9 +230,9 @@ def _boxed(
 
 def _in_boxes(
     values: Tensor, of_rows: Tensor, w: Tensor, scales: Tensor, out: Tensor, tile: SkinnyTile,
-    **options: Any,
+    *, gated: bool = False,
 ) -> Tensor:  # fmt: skip
-    boxed_gemm(values, of_rows, w, scales, out, workspace_of(values.device), tile, **options)
+    boxed_gemm(values, of_rows, w, scales, out, workspace_of(values.device), tile, gated=gated)
     return out
 
 
