@@ -88,7 +88,7 @@ def test_answers_are_the_same_and_as_many_drafts_count(caplog: pytest.LogCapture
     copy = eight.copy
     assert copy is not None
     (rows, size), num_bytes = copy.values.shape, sum(part.nbytes for part in copy.parameters())
-    assert num_bytes == rows * size + 4 * (rows // 16) * -(-size // 128)
+    assert num_bytes == rows * size + 4 * (rows // 16 + rows // 128) * -(-size // 128)
     assert f"{num_bytes / 1e9:.3g} GB here" in told
 
 
@@ -190,9 +190,11 @@ def test_auto_copies_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> No
 
     def copies(
         asked: str = "auto", *, role: Any = "decode", dtype: torch.dtype = BF16,
-        quantised: bool = True, share: int = 50 * 64, device: str = "cuda",
+        quantised: bool = True, share: int = 50 * 64, device: str = "cuda", width: int = 4,
     ) -> bool:  # fmt: skip
-        spec = SpecConfig.model_validate({"drafter": "chain", "head_dtype": asked})
+        spec = SpecConfig.model_validate(
+            {"drafter": "chain", "head_dtype": asked, "widths": [width]}
+        )
         model: Any = SimpleNamespace(
             head=SimpleNamespace(weight=torch.empty(8, 8, dtype=dtype)), head_copy=None,
             placement=SimpleNamespace(device=torch.device(device)), target_is_quantised=quantised,
@@ -206,6 +208,7 @@ def test_auto_copies_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> No
 
     assert copies()
     assert not copies(role="prefill"), "which drafts nothing"
+    assert not copies(width=1), "which drafts nothing"
     assert not copies(dtype=torch.float32)
     assert not copies(quantised=False)
     assert not copies(share=50 * 64 - 1)

@@ -97,6 +97,9 @@ def test_a_head_in_eight_bits_changes_no_answer(drafter: str) -> None:
     for head_dtype in ("model", "float8_e4m3fn"):
         made = workers(drafter, "float32", "auto", [5], head_dtype=head_dtype)
         assert all(check.equal for check in made.engines[DECODE].checks)
+        drafter_model = made.engines[DECODE].weights.drafter
+        assert drafter_model is not None
+        assert (drafter_model.head_copy is not None) == (head_dtype != "model")
         texts, traces = served(made)
         found.append((texts, sum(window.num - 1 for trace in traces for window in trace)))
         made.close()

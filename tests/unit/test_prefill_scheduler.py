@@ -159,6 +159,8 @@ class Prompts:
         enough = [req for req in num_left if self.passed[req] >= len(req.tokens)]
         others = sorted((req for req in num_left if req not in enough), key=num_left.__getitem__)
         begun = set(self.begun)
+        if 2 * (self.rows - len(begun)) < self.rows:  # who has a row is not passed by who has none
+            others.sort(key=lambda req: req not in begun)
         owners, budget = list[PrefillReq](), self.chunk
         for req in enough + others:
             if budget > 0 and (req in begun or len(begun) < self.rows):

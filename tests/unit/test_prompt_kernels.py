@@ -16,10 +16,12 @@ from tests.unit.test_compile_ahead import Hopper
 from worker.attention import prompt_triton
 from worker.attention.base import AttentionCaps, AttentionShape
 from worker.attention.paged_plan_triton import _plan_kernel
+from worker.attention.paged_tiles import choose
 from worker.attention.prompt_triton import _gather_kernel
 from worker.attention.triton import TritonAttention
 from worker.cache.pool import KVPool
 from worker.config.checkpoint.mask import KeyMask
+from worker.forward.batch import Bounds
 from worker.forward.context import forward_context
 from worker.ops import jit
 from worker.ops.compile_ahead import compile_ahead
@@ -167,3 +169,17 @@ def test_a_long_chunk_is_launched_on_an_h200(
     said = assembled(ptx)
     assert "0 bytes spill stores, 0 bytes spill loads" in said
     assert "serialized" not in said
+
+
+@pytest.mark.parametrize(
+    ("tokens", "has_room", "shape"),
+    [(128, True, (64, 64, 4)), (512, True, (128, 32, 8)), (128, False, (64, 32, 8)),
+     (512, False, (64, 32, 8))],
+)  # fmt: skip
+def test_heads_of_256_have_large_tiles_where_there_is_room(
+    tokens: int, has_room: bool, shape: tuple[int, int, int]
+) -> None:
+    bounds = Bounds(1, tokens, tokens, 8192 + tokens)
+    tiles = choose(bounds, (16, 2), 256, 2, 132, has_room=has_room)
+    assert (tiles.block_m, tiles.block_n, tiles.num_warps) == shape
+    assert tiles.max_items * 2 <= 132, "all programs run at once"

@@ -109,7 +109,7 @@ def mix(seconds: float, shorts: float, longs: float, seed: int = 0) -> list[tupl
 
 
 def first_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "in_order", list)
+    monkeypatch.setattr(prefill, "in_order", lambda waiting, **_: list(waiting))
     monkeypatch.setattr(prefill, "SHORT_S", 0.0)
 
 
@@ -206,7 +206,7 @@ def test_a_decode_worker_computes_short_prompts_first_too() -> None:
     third = ask("third", SHORT)  # there is no row for it, and the long one goes on
     assert [req for req, _ in queues.take_chunks(0.0)] == [long]
     long.num_passed_tokens = LONG
-    assert in_order([third, long])[0] is long
+    assert in_order([third, long], begun_first=False)[0] is long
     note_passed([long, third], {third: 3})
     assert (long.num_passed_tokens, third.num_passed_tokens) == (LONG + 3, 0)
 

@@ -60,11 +60,11 @@ ROOT_FILES = 13  # of worker, __init__ among them
 
 # What grows unseen if nothing caps it; `tests.support.structure` prints the figures.
 MAX = {
-    "worker": 39_560,
+    "worker": 39_580,
     "router": 16_830,
     "cluster": 7_650,
-    "product": 64_040,
-    "tests": 70_830,
+    "product": 64_060,
+    "tests": 70_840,
     "benchmarks": 10_170,
     "tests / product": 1.11,
     "wide functions": 12,

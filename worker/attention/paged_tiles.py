@@ -33,9 +33,12 @@ class PagedTiles:
 
 @lru_cache(4096)
 def choose(
-    bounds: Bounds, heads: tuple[int, int], head_dim: int, item_bytes: int, num_sms: int
-) -> PagedTiles:
+    bounds: Bounds, heads: tuple[int, int], head_dim: int, item_bytes: int, num_sms: int, *,
+    has_room: bool = True,
+) -> PagedTiles:  # fmt: skip
     """The tiles for a batch's bounds and its (query, kv) heads, by rule and without a search.
+
+    has_room: an SM has 228 KiB of shared memory; else heads of 256 have smaller tiles.
 
     `max_seq_len` limits how many splits there can be, not where they lie. So a bound that is too
     high changes no result, except that prompts over at most SHORT_KEYS keys may get smaller tiles.
@@ -44,7 +47,7 @@ def choose(
     num_reqs, num_tokens, max_query_len, max_seq_len = bounds
     group = heads[0] // heads[1]
     rows = max_query_len * group
-    widest = 32 if item_bytes > 2 else 128
+    widest = 32 if item_bytes > 2 else 128 if has_room or head_dim <= 128 else 64
     block_n = min(MAX_BLOCK, _TILE_BYTES // (head_dim * item_bytes))
     highest = min(max(16, power_of_two(rows)), widest)
     # Small tiles read the keys more often, which costs little while there are few keys, and they
@@ -59,7 +62,7 @@ def choose(
     shortest, most = _splits(programs, few_rows, num_reqs, num_sms)
     # Heads of 256, 128 tokens of 16 heads behind 8064 for 2 of keys: tiles of 64 rows and keys take
     # 73 us, of 128 rows by 32 keys 85; 512 tokens behind 8192 215 and 189.
-    is_square = block_m == 64 and head_dim > 128 and not few_rows
+    is_square = block_m == 64 and head_dim > 128 and has_room and not few_rows
     if is_square:
         block_n = MAX_BLOCK
     # An SM holds three programs, or four with half the keys a step and fewer registers. Four pay

@@ -215,12 +215,13 @@ def serves(k_cache: Tensor, dtype: torch.dtype) -> bool:
     """
     _, _, page_size, head_dim = k_cache.shape
     known = dtype.itemsize == 2 and UNIT % page_size == 0 and head_dim in HEAD_DIMS
-    return known and page_size >= 16 and (bool(INTERPRETED) or _has_room(k_cache))
+    return known and page_size >= 16 and (has_room(k_cache))
 
 
-def _has_room(x: Tensor) -> bool:
-    if not has_dependent_launch(x):
-        return False
+def has_room(x: Tensor) -> bool:
+    """Whether an SM has SHARED_BYTES; in the interpreter, too."""
+    if INTERPRETED or not has_dependent_launch(x):
+        return bool(INTERPRETED)
     device = torch.cuda.get_device_properties(x.device)
     return device.shared_memory_per_multiprocessor >= SHARED_BYTES
 

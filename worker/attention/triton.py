@@ -15,6 +15,7 @@ from worker.attention.paged_triton import constants_of, options_of, paged_attent
 from worker.attention.prompt_triton import (
     PromptKernel,
     PromptPlan,
+    has_room,
     hopper_serves,
     num_rows,
     plan_prompts,
@@ -68,7 +69,7 @@ class TritonAttention(PoolAttention):
         self.prompt_kernel: PromptKernel | None = from_gluon(*IN_GLUON) if wanted else None
         self._gathered: Tensor | None = None  # keys and values of a batch of long chunks
         self._max_gathered = self.MAX_GATHERED  # less once there was no memory for more
-        self._num_sms = num_sms(pool.device)
+        self._num_sms, self._has_room = num_sms(pool.device), has_room(keys)
 
     def plan(self, batch: Batch) -> PagedPlan | PromptPlan:
         lengths = batch.query_start, batch.seq_lens, batch.page_table
@@ -118,7 +119,8 @@ class TritonAttention(PoolAttention):
             # A tile's keys: those that its rows see, and those before them in the first block.
             seen = min(bounds.max_seq_len, window + bounds.max_query_len + MAX_BLOCK)
             bounds = bounds._replace(max_seq_len=seen)
-        return choose(bounds, self.heads, head_dim, item_bytes, self._num_sms)
+        sizes = head_dim, item_bytes, self._num_sms
+        return choose(bounds, self.heads, *sizes, has_room=self._has_room)
 
     def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
         plan, (keys, values) = current().attn_plan, self._layers[layer_id]

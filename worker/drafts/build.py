@@ -76,11 +76,12 @@ def load_drafter(config: WorkerConfig, shape: DrafterShape, target: Decoder) -> 
 def add_head_copy(config: WorkerConfig, model: DrafterModel, share_bytes: int) -> None:
     """Give a filled drafter what spec.head_dtype asks for, on a decode worker, if it has it not.
 
-    share_bytes: of the device, that the worker has to itself. Raises Unsupported if the GPU
-    multiplies no eight bits.
+    share_bytes: of the device, that the worker has to itself, and no pool takes yet. Raises
+    Unsupported if the GPU multiplies no eight bits.
     """
     asked, head, device = config.spec.head_dtype, model.head.weight, model.placement.device
-    if config.role != "decode" or asked == "model" or model.head_copy is not None:
+    drafts = config.role == "decode" and max(config.spec.all_widths) > 1
+    if not drafts or asked == "model" or model.head_copy is not None:
         return
     multiplies = multiplies_eight_bits(device)
     if asked == "auto":

@@ -27,4 +27,5 @@ def head_copy(head: VocabParallelEmbedding, placement: Placement) -> EightBitMat
         drawn = kept.drawn(part.float(), {SCALES: tuple(scales.shape)})
         made.values[start:][: len(part)] = drawn[VALUES]
         scales.copy_(drawn[SCALES])
+    made.settle()
     return made

@@ -3,7 +3,8 @@
 Were it first come first served, a prompt of 512 tokens would wait for all of the 32k before it. So
 the prompt that has fewest tokens left goes first. But once later prompts have passed one with as
 many tokens as it is long itself, it keeps its place among those. So a prompt waits for those before
-it, and for so many tokens of later ones and a step at most.
+it, and for so many tokens of later ones and a step at most. While rows are scarce, who has one goes
+before who has none and can still be passed: rows are not for prompts that wait.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ class Prompt(Protocol):
 
     num_planned_tokens: int
     num_passed_tokens: int  # of later prompts, planned before its last
+    row: int  # 0: none yet
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -25,9 +27,14 @@ class Prompt(Protocol):
 P = TypeVar("P", bound=Prompt)
 
 
-def in_order(waiting: Iterable[P]) -> list[P]:
+def in_order(waiting: Iterable[P], *, begun_first: bool) -> list[P]:
     """In the order in which the next step takes them; waiting: oldest first."""
-    return sorted(waiting, key=_left)
+
+    def key(req: P) -> tuple[bool, int]:
+        left = _left(req)
+        return begun_first and not req.row and left > 0, left
+
+    return sorted(waiting, key=key)
 
 
 def _left(req: Prompt) -> int:

@@ -94,16 +94,16 @@ class Pace:
 
     def step_s(self, chunks: Sequence[Stretch]) -> float:
         """How long a step of these chunks takes; 0 if none of so many tokens was measured."""
-        step = self._padded(sum(size for size, _ in chunks))
-        return 0.0 if step is None else step.whole_s + self.pair_s * num_pairs(chunks)
+        alone_s = self._alone_s(sum(size for size, _ in chunks))
+        return alone_s and alone_s + self.pair_s * num_pairs(chunks)
 
     def took(self, chunks: Sequence[Stretch], seconds: float) -> None:
         """Learn from a step that ran, if there were many tokens before its chunks."""
         num_tokens, pairs = sum(size for size, _ in chunks), num_pairs(chunks)
-        step, old = self._padded(num_tokens), self.pair_s
-        if step is None or pairs < num_tokens * LONG_STEP_TOKENS:
+        alone_s, old = self._alone_s(num_tokens), self.pair_s
+        if not alone_s or pairs < num_tokens * LONG_STEP_TOKENS:
             return
-        pair_s = max(0.0, seconds - step.whole_s) / pairs
+        pair_s = max(0.0, seconds - alone_s) / pairs
         self.pair_s = old + WEIGHT * (min(pair_s, 2 * old) - old) if old else pair_s
 
     def announce_groups(self, num_tokens: int, link_bytes_per_s: float) -> bool:
@@ -125,6 +125,17 @@ class Pace:
                 early_s = AFTER_STORE * step.grouped_s / self.num_layers
             costs_s += step.grouped_s - step.whole_s
         return (1 - self.last_share) * hidden_s + early_s > costs_s
+
+    def _alone_s(self, num_tokens: int) -> float:
+        """With nothing before it: between measured steps by a line, as such a step need not be
+        padded; 0 beyond the longest."""
+        if (step := self._padded(num_tokens)) is None:
+            return 0.0
+        shorter = [time for time in self.times if time.num_tokens < num_tokens]
+        if not shorter or step.num_tokens == num_tokens:
+            return step.whole_s
+        share = (num_tokens - shorter[-1].num_tokens) / (step.num_tokens - shorter[-1].num_tokens)
+        return shorter[-1].whole_s + share * (step.whole_s - shorter[-1].whole_s)
 
     def _padded(self, num_tokens: int) -> StepTime | None:
         """The shortest measured step that holds `num_tokens`."""

@@ -114,7 +114,7 @@ class PrefillScheduler:
         if not self.waiting:
             return None
         arrived = list(self.waiting)
-        order = in_order(arrived)
+        order = in_order(arrived, begun_first=self.rows.are_scarce)
         budget = self._step_tokens(order, now)
         launched: list[tuple[PrefillReq, Chunk]] = []
         for req in order:

@@ -154,7 +154,7 @@ class DecodeQueues:
         budget = int(self._engine.max_prefill_tokens)
         computed: list[tuple[Req, Chunk]] = []
         arrived = list(self.local)
-        for req in in_order(arrived):
+        for req in in_order(arrived, begun_first=self.rows.are_scarce):
             assert req.hold is not None
             start = req.num_planned_tokens
             end = chunk_end(start, budget, len(req.tokens), self._grain)

@@ -18,7 +18,7 @@ class RowTable:
         self, num_rows: int, num_penalty_slots: int = 0, *, with_text: bool = False
     ) -> None:
         self._with_text = with_text  # starts carry all tokens
-        self._free = list(range(1, num_rows + 1))
+        self._num_rows, self._free = num_rows, list(range(1, num_rows + 1))
         self._free_slots = list(range(num_penalty_slots, 0, -1))
         self._slot_of: dict[int, int] = {}  # row -> penalty slot
         self._releases: list[int] = []
@@ -30,6 +30,11 @@ class RowTable:
     def num_free(self) -> int:
         """Rows that can be taken now."""
         return len(self._free)
+
+    @property
+    def are_scarce(self) -> bool:
+        """Whether less than half of the rows are free."""
+        return 2 * len(self._free) < self._num_rows
 
     def can_take(self, sampling: Sampling) -> bool:
         """Whether a row is free, and a penalty slot if the request needs one."""

@@ -94,7 +94,9 @@ def load(start: Start, kept: Kept | None = None) -> Loaded:
         with explain_shortage("loading the weights"):
             weights = _load_weights(start) if kept is None else kept.weights
             if weights.drafter is not None:
-                add_head_copy(config, weights.drafter, memory.share_bytes)
+                # Beside a kept pool there is room for what is asked for alone.
+                share_bytes = memory.share_bytes if kept is None else 0
+                add_head_copy(config, weights.drafter, share_bytes)
         models = weights.model, weights.drafter
         ended_at["weights"] = time.monotonic()
         config = with_max_num_reqs(config, layout, memory, rank_group.minimum)
