@@ -335,8 +335,8 @@ def test_a_mask_of_a_long_chunk_is_kept_by_the_paged_kernel(mask, monkeypatch):
 def test_few_programs_take_many_items_each(longest_first, monkeypatch):
     from worker.attention import triton
 
-    def few(*bounds, **options):
-        return replace(choose(*bounds, **options), programs=3, longest_first=longest_first)
+    def few(*bounds):
+        return replace(choose(*bounds), programs=3, longest_first=longest_first)
 
     choose = triton.choose
     monkeypatch.setattr(triton, "choose", few)

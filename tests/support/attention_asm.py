@@ -6,7 +6,7 @@ import torch
 
 from tests.support.interpreted import asm_of, ptx_of
 from worker.attention.base import AttentionShape
-from worker.attention.paged_tiles import choose
+from worker.attention.paged_tiles import Chip, choose
 from worker.forward.batch import Bounds
 from worker.ops.jit import power_of_two
 
@@ -21,7 +21,7 @@ def attend_asm(
     kept, dtype = ("*fp8e4nv", torch.float8_e4m3fn) if eight_bits else ("*bf16", torch.bfloat16)
     bounds, heads = Bounds(num_reqs, num_reqs * width, width, 4096), shape.num_heads
     wide = power_of_two(shape.head_dim)
-    tiles = choose(bounds, (heads, shape.num_kv_heads), wide, 2, 132)
+    tiles = choose(bounds, (heads, shape.num_kv_heads), wide, 2, Chip(132))
     types = {"q": "*bf16", "out": "*bf16", "k_cache": kept, "v_cache": kept}
     types |= dict.fromkeys(("page_table", "items", "counts", "arrivals"), "*i32")
     types |= {"partial": "*fp32", "stats": "*fp32", "num_tokens": "i32", "scale": "fp32"}

@@ -16,7 +16,7 @@ from tests.unit.test_compile_ahead import Hopper
 from worker.attention import prompt_triton
 from worker.attention.base import AttentionCaps, AttentionShape
 from worker.attention.paged_plan_triton import _plan_kernel
-from worker.attention.paged_tiles import choose
+from worker.attention.paged_tiles import Chip, choose
 from worker.attention.prompt_triton import _gather_kernel
 from worker.attention.triton import TritonAttention
 from worker.cache.pool import KVPool
@@ -56,7 +56,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
         shape = AttentionShape(4, 2, head_dim, 1.0, **more)
         return Anywhere(pools[-1], shape, [torch.zeros(4)] * NUM_LAYERS * shape.sinks)
 
-    for name in ("is_hopper", "_has_room"):
+    for name in ("is_hopper", "has_room"):
         monkeypatch.setattr(prompt_triton, name, lambda _: True)
     jit.from_gluon.cache_clear()
     yield make
@@ -180,6 +180,6 @@ def test_heads_of_256_have_large_tiles_where_there_is_room(
     tokens: int, has_room: bool, shape: tuple[int, int, int]
 ) -> None:
     bounds = Bounds(1, tokens, tokens, 8192 + tokens)
-    tiles = choose(bounds, (16, 2), 256, 2, 132, has_room=has_room)
+    tiles = choose(bounds, (16, 2), 256, 2, Chip(132, has_room))
     assert (tiles.block_m, tiles.block_n, tiles.num_warps) == shape
     assert tiles.max_items * 2 <= 132, "all programs run at once"

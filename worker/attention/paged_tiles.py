@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from worker.forward.batch import SHORT_KEYS, Bounds
 from worker.ops.jit import power_of_two
@@ -9,6 +10,13 @@ from worker.ops.jit import power_of_two
 MAX_SPLITS = 64
 MAX_BLOCK = 64  # keys that one step of the loop loads, at most
 _TILE_BYTES = 16384  # of keys that one step of the loop loads; as many of values
+
+
+class Chip(NamedTuple):
+    """What a GPU has."""
+
+    num_sms: int
+    has_room: bool = True  # an SM: 228 KiB of shared memory, for larger tiles of heads of 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +41,19 @@ class PagedTiles:
 
 @lru_cache(4096)
 def choose(
-    bounds: Bounds, heads: tuple[int, int], head_dim: int, item_bytes: int, num_sms: int, *,
-    has_room: bool = True,
-) -> PagedTiles:  # fmt: skip
+    bounds: Bounds, heads: tuple[int, int], head_dim: int, item_bytes: int, chip: Chip
+) -> PagedTiles:
     """The tiles for a batch's bounds and its (query, kv) heads, by rule and without a search.
-
-    has_room: an SM has 228 KiB of shared memory; else heads of 256 have smaller tiles.
 
     `max_seq_len` limits how many splits there can be, not where they lie. So a bound that is too
     high changes no result, except that prompts over at most SHORT_KEYS keys may get smaller tiles.
     A long row gets several splits in any decode batch, so that the other rows do not wait for it.
     """
     num_reqs, num_tokens, max_query_len, max_seq_len = bounds
+    num_sms, has_room = chip
     group = heads[0] // heads[1]
     rows = max_query_len * group
     widest = 32 if item_bytes > 2 else 128 if has_room or head_dim <= 128 else 64
-    block_n = min(MAX_BLOCK, _TILE_BYTES // (head_dim * item_bytes))
     highest = min(max(16, power_of_two(rows)), widest)
     # Small tiles read the keys more often, which costs little while there are few keys, and they
     # fill the device: 64 tokens alone take 3.9 us a layer in tiles of 16 rows, 5.9 in tiles of 128.
@@ -63,8 +68,7 @@ def choose(
     # Heads of 256, 128 tokens of 16 heads behind 8064 for 2 of keys: tiles of 64 rows and keys take
     # 73 us, of 128 rows by 32 keys 85; 512 tokens behind 8192 215 and 189.
     is_square = block_m == 64 and head_dim > 128 and has_room and not few_rows
-    if is_square:
-        block_n = MAX_BLOCK
+    block_n = MAX_BLOCK if is_square else min(MAX_BLOCK, _TILE_BYTES // (head_dim * item_bytes))
     # An SM holds three programs, or four with half the keys a step and fewer registers. Four pay
     # where all programs then run at once: 512 programs take 40.4 us a layer instead of 44.7.
     one_wave = block_m == 16 and 3 * num_sms < programs <= 4 * num_sms

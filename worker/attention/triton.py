@@ -10,7 +10,7 @@ from torch import Tensor
 
 from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
 from worker.attention.paged_plan_triton import PagedPlan, plan_items
-from worker.attention.paged_tiles import MAX_BLOCK, PagedTiles, choose
+from worker.attention.paged_tiles import MAX_BLOCK, Chip, PagedTiles, choose
 from worker.attention.paged_triton import constants_of, options_of, paged_attention
 from worker.attention.prompt_triton import (
     PromptKernel,
@@ -69,7 +69,7 @@ class TritonAttention(PoolAttention):
         self.prompt_kernel: PromptKernel | None = from_gluon(*IN_GLUON) if wanted else None
         self._gathered: Tensor | None = None  # keys and values of a batch of long chunks
         self._max_gathered = self.MAX_GATHERED  # less once there was no memory for more
-        self._num_sms, self._has_room = num_sms(pool.device), has_room(keys)
+        self._chip = Chip(num_sms(pool.device), has_room(keys))
 
     def plan(self, batch: Batch) -> PagedPlan | PromptPlan:
         lengths = batch.query_start, batch.seq_lens, batch.page_table
@@ -119,8 +119,7 @@ class TritonAttention(PoolAttention):
             # A tile's keys: those that its rows see, and those before them in the first block.
             seen = min(bounds.max_seq_len, window + bounds.max_query_len + MAX_BLOCK)
             bounds = bounds._replace(max_seq_len=seen)
-        sizes = head_dim, item_bytes, self._num_sms
-        return choose(bounds, self.heads, *sizes, has_room=self._has_room)
+        return choose(bounds, self.heads, head_dim, item_bytes, self._chip)
 
     def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
         plan, (keys, values) = current().attn_plan, self._layers[layer_id]
