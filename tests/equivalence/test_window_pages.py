@@ -180,7 +180,7 @@ MUTANTS = [
 def simulate() -> None:
     for case in prefill.CASES:
         if case[-1]:
-            prefill.test_every_prompt_is_covered_once_in_order_of_arrival(*case)
+            prefill.test_every_prompt_is_covered_once_and_short_ones_first(*case)
     for name, load in decode.LOADS.items():
         if load.span:
             decode.test_text_is_that_of_a_lonely_request_whatever_happens_around_it(name)
