@@ -160,7 +160,7 @@ def test_settings_that_recurrent_layers_cannot_have_are_refused(section, message
 @pytest.mark.parametrize(
     ("spec", "chunks", "sparse"),
     [
-        (MTP, "pieces", True),
+        (MTP | {"widths": [4]}, "pieces", True),
         *in_whole((MTP, "pieces", False), (MTP, "whole", True), (MTP, "whole", False)),
         *in_whole(({}, "whole", False), ({}, "pieces", False), ({}, "pieces", True)),
     ],
