@@ -115,8 +115,8 @@ def _splits(programs: int, few_rows: bool, num_reqs: int, num_sms: int) -> tuple
         most = once if once >= 12 else max(min(twice, 16), 8 if programs > num_sms else 1)
         most = min(most, 16 if 12 * programs <= num_sms else 24)
     elif num_reqs == 1:
-        # An SM holds one program of 128 rows: 128 tokens of 32 heads behind 8064 for 8 of keys take
-        # 62 in 4 splits, which run at once, and 115 in 17; 1024 behind 16384 663 in 1, 926 in 3.
+        # An SM holds one program of 128 rows: 128 tokens of 32 heads behind 2048 for 8 of keys take
+        # 25 in 4 splits, which run at once, and 66 in 17; 1024 behind 16384 663 in 1, 926 in 3.
         most = min(max(1, num_sms // programs), MAX_SPLITS)
     else:
         most = min(-(-4 * num_sms // programs), MAX_SPLITS)

@@ -129,17 +129,23 @@ class Pace:
     def _alone_s(self, num_tokens: int) -> float:
         """With nothing before it: between measured steps by a line, as such a step need not be
         padded; 0 beyond the longest."""
-        if (step := self._padded(num_tokens)) is None:
+        at = self._at(num_tokens)
+        if at == len(self.times):
             return 0.0
-        shorter = [time for time in self.times if time.num_tokens < num_tokens]
-        if not shorter or step.num_tokens == num_tokens:
+        step, shorter = self.times[at], self.times[max(at - 1, 0)]
+        missing = step.num_tokens - num_tokens
+        if not at or not missing:
             return step.whole_s
-        share = (num_tokens - shorter[-1].num_tokens) / (step.num_tokens - shorter[-1].num_tokens)
-        return shorter[-1].whole_s + share * (step.whole_s - shorter[-1].whole_s)
+        slope_s = (step.whole_s - shorter.whole_s) / (step.num_tokens - shorter.num_tokens)
+        return step.whole_s - missing * slope_s
+
+    def _at(self, num_tokens: int) -> int:
+        """Place of the shortest measured step that holds `num_tokens`, or behind the last."""
+        return bisect.bisect_left(self.times, num_tokens, key=attrgetter("num_tokens"))
 
     def _padded(self, num_tokens: int) -> StepTime | None:
-        """The shortest measured step that holds `num_tokens`."""
-        at = bisect.bisect_left(self.times, num_tokens, key=attrgetter("num_tokens"))
+        """That step, if there is one."""
+        at = self._at(num_tokens)
         return self.times[at] if at < len(self.times) else None
 
     def _pull_s(self, num_tokens: int, link_bytes_per_s: float) -> float:
