@@ -6,6 +6,7 @@ starts a Ray of its own: one that can be joined would listen on the machine's ad
 """
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -56,18 +57,19 @@ class Ray:
         environment = plain_environment() | RAY_SETTINGS | token
         # A node that has not registered after 30 s gives up, and a busy machine may take longer.
         self._parts = () if whole else WITHOUT
-        for port in (PORT, PORT + 1):
+        deadline = time.monotonic() + HANG_S
+        for port in itertools.count(PORT):
             self.address = f"{HOST}:{port}"
             self._directory = Path(tempfile.mkdtemp(prefix="kvl-ray-", dir="/tmp"))  # short
             with (self._directory / "output").open("wb") as output:
                 self._process = self._start(environment, output, port)
             if self._has_started():
                 break
-            print(f"Ray does not start at port {port}:\n{self.output}")
+            print(f"Ray does not start at port {port}:\n{self.output}\n{self._logs()}")
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # its session is its own
-        else:
-            pytest.fail(f"Ray does not start:\n{self.output}")
+            if time.monotonic() > deadline:
+                pytest.fail(f"Ray does not start:\n{self.output}")
         self.watch = Watch(self.address, local=False, environment=environment)
 
     def _has_started(self) -> bool:
@@ -95,6 +97,11 @@ class Ray:
     @property
     def output(self) -> str:
         return (self._directory / "output").read_text(errors="replace")
+
+    def _logs(self) -> str:
+        """What Ray's own processes wrote last."""
+        logs = (self._directory / "ray/session_latest/logs").glob("*.out")
+        return "\n".join(f"{log.name}:\n{log.read_text(errors='replace')[-2000:]}" for log in logs)
 
     def check(self) -> None:
         """Fail with what Ray printed if it has ended: clusters on it are gone then, too."""
