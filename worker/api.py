@@ -156,7 +156,7 @@ class Candidate(Message, frozen=True):
     """A prefill worker that the router proposes, as the router knew it at dispatch."""
 
     peer: PeerId
-    num_queued_tokens: int = 0
+    num_queued_tokens: int = 0  # that it computes before the prompt
     prefill_s_per_token: float = 0.0
     num_cached_tokens: int = 0  # the router's own estimate of that worker's prefix hit
 

@@ -32,7 +32,8 @@ class Known:
     heard_at: float = 0.0  # monotonic, of the last Pong; 0: there was none
     num_sent: int = 0  # requests of this router that are there now
     num_sent_at_pong: int = 0
-    num_proposed_tokens: int = 0  # of prompts for which it became first candidate since the Pong
+    num_proposed: int = 0  # prompts for which it became first candidate since the Pong
+    num_proposed_tokens: int = 0
     busy_until: float = 0.0  # monotonic; it has refused, and gets nothing before but `num_allowed`
     num_allowed: int = 0  # requests that may be sent although it is busy
     said: LastSaid = field(default_factory=LastSaid)  # on its link
@@ -65,6 +66,11 @@ class Known:
         """Prompt tokens that wait there, as far as this router can know."""
         return self.stats.num_queued_tokens + self.num_proposed_tokens
 
+    def num_before(self, num_tokens: int) -> int:
+        """Of those, how many are computed before a prompt of so many: of prompts no longer."""
+        num_prompts = self.stats.num_waiting + self.num_proposed
+        return min(self.num_queued_tokens, num_prompts * num_tokens)
+
 
 class Proposed(NamedTuple):
     """Tokens of a prompt that a prefill worker will probably compute."""
@@ -76,6 +82,7 @@ class Proposed(NamedTuple):
     def computed(self) -> None:
         """They do not wait there any more."""
         if self.prefill.heard_at == self.heard_at:
+            self.prefill.num_proposed -= 1
             self.prefill.num_proposed_tokens -= self.num_tokens
 
 
@@ -142,7 +149,7 @@ class Members:
         if stats is not None:
             known.stats = stats
             known.num_sent_at_pong = known.num_sent
-            known.num_proposed_tokens = 0
+            known.num_proposed = known.num_proposed_tokens = 0
         free_rows = known.stats.max_num_reqs - known.stats.num_running - known.stats.num_waiting
         if not known.stats.draining and free_rows > 0 and known.stats.num_free_pages > 0:
             known.num_allowed = max(known.num_allowed, free_rows)
@@ -172,6 +179,7 @@ class Members:
         prefill = self._known.get(candidate) if candidate is not None else None
         if prefill is None:
             return None
+        prefill.num_proposed += 1
         prefill.num_proposed_tokens += num_tokens
         return Proposed(prefill, num_tokens, prefill.heard_at)
 

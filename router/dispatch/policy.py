@@ -76,8 +76,9 @@ class LeastLoaded(Policy):
     def choose(self, prompt: Prompt, decode: Pool, prefill: Pool, salt: str = "") -> Route:
         best = min(decode, key=lambda known: (known.load, random.random()))
         pool = _eligible(best, prefill)
-        pool.sort(key=lambda known: (_prefill_wait_s(known), random.random()))
-        return _route(best, pool)
+        size = len(prompt)
+        pool.sort(key=lambda known: (_prefill_wait_s(known, size), random.random()))
+        return _route(best, pool, size)
 
 
 class PrefixAware(Policy):
@@ -116,12 +117,14 @@ class PrefixAware(Policy):
 
         def wait_s(known: Known) -> tuple[float, float]:
             per_token = known.stats.prefill_s_per_token or UNKNOWN_S_PER_TOKEN
-            return _prefill_wait_s(known) - held(known) * per_token, random.random()
+            left = len(prompt) - int(held(known))
+            return _prefill_wait_s(known, left) - held(known) * per_token, random.random()
 
         best = min(decode, key=cost)
         pool = sorted(_eligible(best, prefill), key=wait_s)[:MAX_CANDIDATES]
         fresh = prefixes.fresh(blocks, pool[0].peer) if pool else ()
-        route = _route(best, pool, held(best), [int(held(known)) for known in pool], fresh)
+        cached = [int(held(known)) for known in pool]
+        route = _route(best, pool, len(prompt), held(best), cached, fresh)
         prefixes.turned(blocks, best.peer)
         for known in (best, *pool[:1]):
             prefixes.sent(blocks, known.peer, known.stats.snapshot_grid)
@@ -152,7 +155,7 @@ class RoundRobin(Policy):
             first = self._prefill_turn % len(pool)
             self._prefill_turn += 1
             pool = pool[first:] + pool[:first]
-        return _route(chosen, pool)
+        return _route(chosen, pool, len(prompt))
 
 
 def policy(name: str) -> Policy:
@@ -160,9 +163,10 @@ def policy(name: str) -> Policy:
     return resolve("routing policy", name, POLICIES)()
 
 
-def _prefill_wait_s(known: Known) -> float:
-    """How long a prompt would wait there before its first chunk is computed."""
-    return known.num_queued_tokens * (known.stats.prefill_s_per_token or UNKNOWN_S_PER_TOKEN)
+def _prefill_wait_s(known: Known, num_tokens: int) -> float:
+    """How long a prompt of so many tokens would wait there before its first chunk is computed."""
+    per_token = known.stats.prefill_s_per_token or UNKNOWN_S_PER_TOKEN
+    return known.num_before(num_tokens) * per_token
 
 
 def _eligible(decode: Known, prefill: Iterable[Known]) -> list[Known]:
@@ -174,12 +178,15 @@ def _eligible(decode: Known, prefill: Iterable[Known]) -> list[Known]:
 def _route(
     decode: Known,
     prefill: Sequence[Known],
+    num_tokens: int,
     num_expected: float = 0.0,
     num_cached: Sequence[int] = (0,) * MAX_CANDIDATES,
     fresh: Sequence[int] = (),
 ) -> Route:
     candidates = tuple(
-        Candidate(known.peer, known.num_queued_tokens, known.stats.prefill_s_per_token, num)
+        Candidate(
+            known.peer, known.num_before(num_tokens - num), known.stats.prefill_s_per_token, num
+        )
         for known, num in zip(prefill, num_cached, strict=False)
     )
     return Route(decode.peer, candidates, num_expected, fresh)

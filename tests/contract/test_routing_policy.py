@@ -61,10 +61,23 @@ def test_equal_workers_get_equal_shares(chosen: Policy) -> None:
 
 def test_candidate_says_what_is_known_of_it(chosen: Policy) -> None:
     prefill = known("p", "prefill")
-    prefill.stats = WorkerStats(num_queued_tokens=100, prefill_s_per_token=0.002)
-    prefill.num_proposed_tokens = 40
-    (candidate,) = chosen.choose((1, 2), [known("d", "decode")], [prefill]).candidates
-    assert (candidate.num_queued_tokens, candidate.prefill_s_per_token) == (140, 0.002)
+    prefill.stats = WorkerStats(num_waiting=2, num_queued_tokens=100, prefill_s_per_token=0.002)
+    prefill.num_proposed, prefill.num_proposed_tokens = 1, 40
+    for size, before in ((200, 140), (20, 60)):  # longer ones are computed later
+        prompt = range(size)
+        (candidate,) = chosen.choose(prompt, [known("d", "decode")], [prefill]).candidates
+        assert (candidate.num_queued_tokens, candidate.prefill_s_per_token) == (before, 0.002)
+
+
+def test_a_short_prompt_goes_where_fewer_are_computed_before_it() -> None:
+    """And not where fewer tokens wait, if those are of prompts as short as it is."""
+    for name in ("least_loaded", "prefix_aware"):
+        long, short = known("long", "prefill"), known("short", "prefill")
+        long.stats = WorkerStats(num_waiting=1, num_queued_tokens=32_000)
+        short.stats = WorkerStats(num_waiting=4, num_queued_tokens=2_000)
+        for size, first in ((500, "long/1"), (8_000, "short/1")):
+            route = policy(name).choose(range(size), [known("d", "decode")], [short, long])
+            assert route.candidates[0].peer == first, (name, size)
 
 
 def test_unknown_policy_lists_the_choices() -> None:
@@ -78,9 +91,9 @@ def test_least_loaded_takes_the_smallest_share_and_the_shortest_wait() -> None:
     small.stats = WorkerStats(num_running=4, max_num_reqs=8)
     large.stats = WorkerStats(num_running=6, max_num_reqs=64)
     slow, fast = known("slow", "prefill"), known("fast", "prefill")
-    slow.stats = WorkerStats(num_queued_tokens=100, prefill_s_per_token=0.01)
-    fast.stats = WorkerStats(num_queued_tokens=500, prefill_s_per_token=0.001)
-    choice = chosen.choose((1, 2), [small, large], [slow, fast])
+    slow.stats = WorkerStats(num_waiting=1, num_queued_tokens=100, prefill_s_per_token=0.01)
+    fast.stats = WorkerStats(num_waiting=1, num_queued_tokens=500, prefill_s_per_token=0.001)
+    choice = chosen.choose(range(900), [small, large], [slow, fast])
     assert choice.decode == "large/1"
     assert [candidate.peer for candidate in choice.candidates] == ["fast/1", "slow/1"]
 

@@ -17,7 +17,7 @@ from worker.prefill import PrefillLoop
 from worker.run.piecewise import chunk_buckets
 from worker.schedule import prefill
 from worker.schedule.asked import PromptLimits
-from worker.schedule.order import in_order, note_passed
+from worker.schedule.order import in_order, note_passed, num_before
 from worker.schedule.pace import Pace, StepTime, Stretch, num_pairs
 from worker.schedule.prefill import SHORT_S, PrefillScheduler
 from worker.schedule.queues import DecodeQueues
@@ -205,7 +205,11 @@ def test_a_decode_worker_computes_short_prompts_first_too() -> None:
     assert long.num_passed_tokens == SHORT
     third = ask("third", SHORT)  # there is no row for it, and the long one goes on
     assert [req for req, _ in queues.take_chunks(0.0)] == [long]
+    left = LONG - long.num_planned_tokens
+    waits = {size: num_before(queues.local, size) for size in (SHORT - 1, SHORT, left)}
+    assert waits == {SHORT - 1: 0, SHORT: SHORT, left: SHORT + left}
     long.num_passed_tokens = LONG
+    assert num_before(queues.local, 1) == left
     assert in_order([third, long], begun_first=False)[0] is long
     note_passed([long, third], {third: 3})
     assert (long.num_passed_tokens, third.num_passed_tokens) == (LONG + 3, 0)

@@ -15,6 +15,7 @@ from worker.errors import Busy, KvlaneError, UserError
 from worker.loop import EngineThread
 from worker.observe.timeline import Timeline
 from worker.schedule.asked import fits, known
+from worker.schedule.order import num_before
 from worker.schedule.queues import DecodeQueues
 from worker.schedule.req import Req
 from worker.seldom import Seldom
@@ -137,9 +138,7 @@ class Admission:
             num_uncached_there=num_stored if req.hold.slot else num_uncached,
             num_tokens=num_stored,
             num_running=len(self._queues.running),
-            num_queued_tokens=sum(
-                len(other.tokens) - 1 - other.num_planned_tokens for other in self._queues.local
-            ),
+            num_queued_tokens=num_before(self._queues.local, num_uncached),
             s_per_token=self._engine.meter.prefill_s_per_token,
             kv_bytes_per_token=self._engine.model_layout.page_bytes // self._engine.book.page_size,
             state_bytes=state.slot_bytes if (state := self._engine.model_layout.state) else 0,
@@ -245,7 +244,7 @@ class PlacementInputs:
     s_per_token: float  # of local prefill; 0 = not measured yet
     kv_bytes_per_token: int
     pull_bytes_per_s: Mapping[PeerId, float]  # of the candidates
-    num_queued_tokens: int = 0  # of prompts that wait to be prefilled here
+    num_queued_tokens: int = 0  # of prompts that are prefilled here before
     state_bytes: int = 0  # of a request, where layers are recurrent
     span: int = 0  # so many tokens are pulled at most; 0: all
     num_missing_tokens: int = 0  # whose KV is not here, and would be pulled

@@ -37,6 +37,12 @@ def in_order(waiting: Iterable[P], *, begun_first: bool) -> list[P]:
     return sorted(waiting, key=key)
 
 
+def num_before(waiting: Iterable[Prompt], num_tokens: int) -> int:
+    """How many tokens are computed before a prompt that comes now with so many."""
+    before = (req for req in waiting if _left(req) <= num_tokens)
+    return sum(len(req.tokens) - req.num_planned_tokens for req in before)
+
+
 def _left(req: Prompt) -> int:
     """Tokens that are not planned; 0 if it is not to be passed any more."""
     num_tokens = len(req.tokens)
