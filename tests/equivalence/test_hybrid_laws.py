@@ -98,9 +98,11 @@ def test_whatever_serves_a_request_changes_nothing(
     with running(
         config, prefill_tp=prefill_tp, decode_tp=decode_tp, decode_sections={"engine": few}
     ) as cluster:
-        for _ in range(2):
-            assert ids(cluster.client.generate(*asked())) == wanted
         decode = cluster.workers["decode-0"].engine
+        for count in range(20):  # rows run beside one another as the machine has it
+            assert ids(cluster.client.generate(*asked())) == wanted
+            if count and (pages != "few" or value(decode.metrics.preemptions)):
+                break
         check_slots(cluster)
         if 1 not in widths and drafter == "mtp":  # else a step's time may speak for no drafts
             assert value(decode.metrics.spec_accepted) > 0, "nothing was ever folded from the ring"
