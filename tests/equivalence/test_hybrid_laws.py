@@ -65,7 +65,7 @@ def expected(*, sparse: bool = False) -> list[list[int]]:
     overlap=(True, *more(False)),
     pages=("few", *more("enough")),
     num_groups=(2, *more(1)),
-    ranks=((1, 2), (4, 2), *more((2, 1), (1, 1), (2, 2), (1, 4))),
+    ranks=((1, 2), *more((4, 2), (2, 1), (1, 1), (2, 2), (1, 4))),
     experts=(True, *more(False)),
 )
 def test_whatever_serves_a_request_changes_nothing(

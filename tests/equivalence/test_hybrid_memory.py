@@ -155,7 +155,7 @@ def test_a_decode_worker_pulls_the_state_and_only_pages_that_it_lacks() -> None:
         made.close()
 
 
-@pytest.mark.parametrize("place", ["never", "always"])
+@pytest.mark.parametrize("place", ["always", *in_whole(("never",))])
 def test_preempted_requests_and_further_choices_resume(place: str) -> None:
     """Of a pool that is too small, in which snapshots go with their pages all the time."""
     rng = random.Random(9)
@@ -208,7 +208,7 @@ def test_hits_with_pages_in_eight_bits(place: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), *in_whole(((2, 1),), ((2, 2),), ((4, 2),), ((1, 4),))])
-@pytest.mark.parametrize("place", ["always", "never"])
+@pytest.mark.parametrize("place", ["always", *in_whole(("never",))])
 def test_hits_of_several_ranks_and_after_a_failover(place: str, ranks: tuple[int, int]) -> None:
     """ranks: of the prefill worker, of the decode workers. What one has begun the other ends."""
     prompts = tuple(branches()[:10])
@@ -231,7 +231,7 @@ def test_hits_of_several_ranks_and_after_a_failover(place: str, ranks: tuple[int
         check_slots(cluster)
 
 
-@pytest.mark.parametrize("spec", [MTP | {"widths": [4]}, {}, NGRAM])
+@pytest.mark.parametrize("spec", [NGRAM, *in_whole((MTP | {"widths": [4]},), ({},))])
 def test_further_choices_are_copies_of_the_first(spec: dict[str, Any]) -> None:
     """Of its state, and of the page in which the prompt ends; each goes its own way."""
     rng, drawn = random.Random(4), Sampling(40, temperature=1.0, ignore_eos=True)

@@ -312,7 +312,7 @@ def test_lengths_around_every_boundary_of_pages(expected, alone: Running) -> Non
             assert after - before == (length - 1) // PAGE * PAGE
 
 
-@pytest.mark.parametrize(("kind", "num"), [("host", 2), ("disk", 4)])
+@pytest.mark.parametrize(("kind", "num"), [("disk", 2), *in_whole(("host", 2), ("disk", 4))])
 def test_ranks_keep_and_bring_their_own_heads(kind, num: int, expected, tmp_path: Path) -> None:
     """Law 7: one process decides; a rank that copies late delays, and disagrees with nobody."""
     tier = HOST if kind == "host" else {"directory": str(tmp_path / "tier")}

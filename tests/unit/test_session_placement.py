@@ -45,7 +45,7 @@ def test_no_first_token_is_later_than_with_least_loaded(q: float) -> None:
     assert served(4).first_token_s(q) <= least.first_token_s(q)
 
 
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("named", [True, *in_whole((False,))])
 @pytest.mark.parametrize(
     ("sessions", "pages"), [(16, 1600), *in_whole((27, 2700), (48, 4320), (48, 9600))]
 )
