@@ -32,8 +32,8 @@ class Known:
     heard_at: float = 0.0  # monotonic, of the last Pong; 0: there was none
     num_sent: int = 0  # requests of this router that are there now
     num_sent_at_pong: int = 0
-    num_proposed: int = 0  # prompts for which it became first candidate since the Pong
-    num_proposed_tokens: int = 0
+    # Tokens of prompts for which it became first candidate since the Pong.
+    proposed: list[int] = field(default_factory=list[int])
     busy_until: float = 0.0  # monotonic; it has refused, and gets nothing before but `num_allowed`
     num_allowed: int = 0  # requests that may be sent although it is busy
     said: LastSaid = field(default_factory=LastSaid)  # on its link
@@ -64,12 +64,12 @@ class Known:
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens that wait there, as far as this router can know."""
-        return self.stats.num_queued_tokens + self.num_proposed_tokens
+        return self.stats.num_queued_tokens + sum(self.proposed)
 
     def num_before(self, num_tokens: int) -> int:
-        """Of those, how many are computed before a prompt of so many: of prompts no longer."""
-        num_prompts = self.stats.num_waiting + self.num_proposed
-        return min(self.num_queued_tokens, num_prompts * num_tokens)
+        """How many of those it computes before a prompt of so many, at most: of none longer."""
+        there = min(self.stats.num_queued_tokens, self.stats.num_waiting * num_tokens)
+        return there + sum(num for num in self.proposed if num <= num_tokens)
 
 
 class Proposed(NamedTuple):
@@ -82,8 +82,7 @@ class Proposed(NamedTuple):
     def computed(self) -> None:
         """They do not wait there any more."""
         if self.prefill.heard_at == self.heard_at:
-            self.prefill.num_proposed -= 1
-            self.prefill.num_proposed_tokens -= self.num_tokens
+            self.prefill.proposed.remove(self.num_tokens)
 
 
 class Members:
@@ -149,7 +148,7 @@ class Members:
         if stats is not None:
             known.stats = stats
             known.num_sent_at_pong = known.num_sent
-            known.num_proposed = known.num_proposed_tokens = 0
+            known.proposed.clear()
         free_rows = known.stats.max_num_reqs - known.stats.num_running - known.stats.num_waiting
         if not known.stats.draining and free_rows > 0 and known.stats.num_free_pages > 0:
             known.num_allowed = max(known.num_allowed, free_rows)
@@ -179,8 +178,7 @@ class Members:
         prefill = self._known.get(candidate) if candidate is not None else None
         if prefill is None:
             return None
-        prefill.num_proposed += 1
-        prefill.num_proposed_tokens += num_tokens
+        prefill.proposed.append(num_tokens)
         return Proposed(prefill, num_tokens, prefill.heard_at)
 
     def left(self, peer: PeerId, *, allows_one: bool) -> None:

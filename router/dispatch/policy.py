@@ -76,9 +76,8 @@ class LeastLoaded(Policy):
     def choose(self, prompt: Prompt, decode: Pool, prefill: Pool, salt: str = "") -> Route:
         best = min(decode, key=lambda known: (known.load, random.random()))
         pool = _eligible(best, prefill)
-        size = len(prompt)
-        pool.sort(key=lambda known: (_prefill_wait_s(known, size), random.random()))
-        return _route(best, pool, size)
+        pool.sort(key=lambda known: (_prefill_wait_s(known, len(prompt)), random.random()))
+        return Route(best.peer, _candidates(pool, len(prompt)))
 
 
 class PrefixAware(Policy):
@@ -124,7 +123,7 @@ class PrefixAware(Policy):
         pool = sorted(_eligible(best, prefill), key=wait_s)[:MAX_CANDIDATES]
         fresh = prefixes.fresh(blocks, pool[0].peer) if pool else ()
         cached = [int(held(known)) for known in pool]
-        route = _route(best, pool, len(prompt), held(best), cached, fresh)
+        route = Route(best.peer, _candidates(pool, len(prompt), cached), held(best), fresh)
         prefixes.turned(blocks, best.peer)
         for known in (best, *pool[:1]):
             prefixes.sent(blocks, known.peer, known.stats.snapshot_grid)
@@ -155,7 +154,7 @@ class RoundRobin(Policy):
             first = self._prefill_turn % len(pool)
             self._prefill_turn += 1
             pool = pool[first:] + pool[:first]
-        return _route(chosen, pool, len(prompt))
+        return Route(chosen.peer, _candidates(pool, len(prompt)))
 
 
 def policy(name: str) -> Policy:
@@ -175,18 +174,13 @@ def _eligible(decode: Known, prefill: Iterable[Known]) -> list[Known]:
     return [known for known in prefill if form(known) == form(decode)]
 
 
-def _route(
-    decode: Known,
-    prefill: Sequence[Known],
-    num_tokens: int,
-    num_expected: float = 0.0,
-    num_cached: Sequence[int] = (0,) * MAX_CANDIDATES,
-    fresh: Sequence[int] = (),
-) -> Route:
-    candidates = tuple(
+def _candidates(
+    prefill: Sequence[Known], num_tokens: int, num_cached: Sequence[int] = (0,) * MAX_CANDIDATES
+) -> tuple[Candidate, ...]:
+    """The first of them; num_tokens, num_cached: of the prompt, and how many of those are there."""
+    return tuple(
         Candidate(
             known.peer, known.num_before(num_tokens - num), known.stats.prefill_s_per_token, num
         )
         for known, num in zip(prefill, num_cached, strict=False)
     )
-    return Route(decode.peer, candidates, num_expected, fresh)

@@ -62,9 +62,9 @@ def test_equal_workers_get_equal_shares(chosen: Policy) -> None:
 def test_candidate_says_what_is_known_of_it(chosen: Policy) -> None:
     prefill = known("p", "prefill")
     prefill.stats = WorkerStats(num_waiting=2, num_queued_tokens=100, prefill_s_per_token=0.002)
-    prefill.num_proposed, prefill.num_proposed_tokens = 1, 40
-    for size, before in ((200, 140), (20, 60)):  # longer ones are computed later
-        prompt = range(size)
+    prefill.proposed = [40]
+    for size, before in ((200, 140), (40, 120), (20, 40)):  # longer ones are computed later
+        prompt = range(1000 * size, 1001 * size)  # of which nothing is there
         (candidate,) = chosen.choose(prompt, [known("d", "decode")], [prefill]).candidates
         assert (candidate.num_queued_tokens, candidate.prefill_s_per_token) == (before, 0.002)
 

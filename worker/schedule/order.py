@@ -39,8 +39,7 @@ def in_order(waiting: Iterable[P], *, begun_first: bool) -> list[P]:
 
 def num_before(waiting: Iterable[Prompt], num_tokens: int) -> int:
     """How many tokens are computed before a prompt that comes now with so many."""
-    before = (req for req in waiting if _left(req) <= num_tokens)
-    return sum(len(req.tokens) - req.num_planned_tokens for req in before)
+    return sum(len(p.tokens) - p.num_planned_tokens for p in waiting if _left(p) <= num_tokens)
 
 
 def _left(req: Prompt) -> int:
