@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.equivalence import test_ranks as ranks
 from tests.equivalence.test_hybrid_mutants import mutate
@@ -115,12 +115,21 @@ def filled(rows: int, columns: int, group: Collective | None = None) -> VocabPar
     return head
 
 
+class Poisoned(Placement):
+    """What is made in it is no number until it is filled."""
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        made = super().empty(*shape, dtype=dtype)
+        made.data.view(torch.uint8).fill_(0xFF)
+        return made
+
+
 @torch.inference_mode()
 def both(rows: int, columns: int, group: Collective | None = None) -> tuple[Tensor, Tensor]:
     """Logits of noise by the copy and by the head."""
     head = filled(rows, columns, group)
     head.divisor, head.cap = 2.0, 1000.0
-    copy = module.head_copy(head, Placement(group or SingleCollective(), torch.float32, CPU))
+    copy = module.head_copy(head, Poisoned(group or SingleCollective(), torch.float32, CPU))
     x = torch.randn(5, columns, generator=torch.Generator().manual_seed(2))
     return head.logits(x, copy=copy), head.logits(x)
 
