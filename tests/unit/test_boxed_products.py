@@ -168,7 +168,7 @@ else:
         monkeypatch.setattr(scaled_triton, "boxed_gemm", asked)
         return tiles
 
-    @pytest.mark.parametrize("k", [512, LONG])
+    @pytest.mark.parametrize("k", [512, *in_whole((LONG,))])
     def test_layers_get_them_for_the_rows_of_the_band(k: int, made) -> None:
         x, (w, _) = activations(MAX_BOXED_ROWS + 1, k), matrix(256, k)
         scales = matrix(2, k, "rows")[1]

@@ -478,5 +478,4 @@ else:
 
     def test_rows_are_arranged_over_several_looks_at_them() -> None:
         with mock.patch.object(route_triton, "AT_ONCE", 32):
-            check(MORE_THAN_A_TAIL, eight_bits=False)
             check((70, (6, 3, (0, 6, 1)), *MORE_THAN_A_TAIL[2:]), eight_bits=False)
