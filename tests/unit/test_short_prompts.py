@@ -14,6 +14,8 @@ from worker.cache.book import PageBook
 from worker.config import EngineConfig
 from worker.plan import Chunk, Drawn, Plan
 from worker.prefill import PrefillLoop
+from worker.requests import admission
+from worker.requests.admission import to_ask
 from worker.run.piecewise import chunk_buckets
 from worker.schedule import prefill
 from worker.schedule.asked import PromptLimits
@@ -206,13 +208,30 @@ def test_a_decode_worker_computes_short_prompts_first_too() -> None:
     third = ask("third", SHORT)  # there is no row for it, and the long one goes on
     assert [req for req, _ in queues.take_chunks(0.0)] == [long]
     left = LONG - long.num_planned_tokens
-    waits = {size: num_before(queues.local, size) for size in (SHORT - 1, SHORT, left)}
-    assert waits == {SHORT - 1: 0, SHORT: SHORT, left: SHORT + left}
+    for size, before in ((SHORT - 1, 0), (SHORT, SHORT)):
+        assert num_before(queues.local, size, False) == before
+        assert num_before(queues.local, size, queues.rows.are_scarce) == before + left
+    assert num_before(queues.local, left, False) == SHORT + left
     long.num_passed_tokens = LONG
-    assert num_before(queues.local, 1) == left
+    assert num_before(queues.local, 1, False) == left
     assert in_order([third, long], begun_first=False)[0] is long
     note_passed([long, third], {third: 3})
     assert (long.num_passed_tokens, third.num_passed_tokens) == (LONG + 3, 0)
+
+
+def test_the_second_of_two_equal_prompts_waits_for_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So it is placed, although neither its own last token nor the other's was pulled."""
+    before, made = list[int](), Lockstep(sections("cpu", "never"), num_prefill=0)
+    monkeypatch.setattr(
+        admission,
+        "to_ask",
+        lambda inputs, *rest: before.append(inputs.num_queued_tokens) or to_ask(inputs, *rest),
+    )
+    made.serve([Ask(tuple(range(first, first + 50)), GREEDY) for first in (5, 6)])
+    made.close()
+    assert before == [0, 50]
 
 
 def test_the_loop_learns_from_its_steps_and_expects_their_ends(

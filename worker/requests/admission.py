@@ -38,11 +38,7 @@ class Admission:
     """Checks and admits requests, and decides where their prompts are prefilled."""
 
     def __init__(
-        self,
-        engine: Engine,
-        thread: EngineThread,
-        queues: DecodeQueues,
-        inbound: Inbound,
+        self, engine: Engine, thread: EngineThread, queues: DecodeQueues, inbound: Inbound
     ) -> None:
         self.draining = False
         self._me = thread.me
@@ -130,15 +126,15 @@ class Admission:
         tier = None if looked else self._engine.tier
         if tier is not None and tier.begin(req, req.hold, req.tokens, num_stored):
             return  # `found` goes on
-        now, peers = time.monotonic(), self._inbound.peers
+        now, peers, queues = time.monotonic(), self._inbound.peers, self._queues
         candidates = peers.eligible(req.candidates)
         inputs = PlacementInputs(
             num_uncached_tokens=num_uncached,
             num_missing_tokens=num_stored - req.num_computed_tokens,
             num_uncached_there=num_stored if req.hold.slot else num_uncached,
             num_tokens=num_stored,
-            num_running=len(self._queues.running),
-            num_queued_tokens=num_before(self._queues.local, num_uncached),
+            num_running=len(queues.running),
+            num_queued_tokens=num_before(queues.local, num_uncached + 1, queues.rows.are_scarce),
             s_per_token=self._engine.meter.prefill_s_per_token,
             kv_bytes_per_token=self._engine.model_layout.page_bytes // self._engine.book.page_size,
             state_bytes=state.slot_bytes if (state := self._engine.model_layout.state) else 0,

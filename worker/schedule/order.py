@@ -37,9 +37,10 @@ def in_order(waiting: Iterable[P], *, begun_first: bool) -> list[P]:
     return sorted(waiting, key=key)
 
 
-def num_before(waiting: Iterable[Prompt], num_tokens: int) -> int:
-    """How many tokens are computed before a prompt that comes now with so many."""
-    return sum(len(p.tokens) - p.num_planned_tokens for p in waiting if _left(p) <= num_tokens)
+def num_before(waiting: Iterable[Prompt], num_tokens: int, begun_first: bool) -> int:
+    """How many tokens are computed before a prompt that comes now, of which so many are to be."""
+    before = (req for req in waiting if _left(req) <= num_tokens or (begun_first and req.row))
+    return sum(len(req.tokens) - req.num_planned_tokens for req in before)
 
 
 def _left(req: Prompt) -> int:
