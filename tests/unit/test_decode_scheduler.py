@@ -683,3 +683,33 @@ def test_a_token_drawn_elsewhere_is_followed_by_one_drawn_here() -> None:
     assert not queues.admit(Req("s", 1, "r", [1], 1, Sampling(4), 0.0)), "it would take them"
     queues.prefill_locally(req)
     assert len(queues.take_chunks(0.0)) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_a_prompt_computed_here_gets_a_row_although_others_are_always_ready(rows: int) -> None:
+    """The first row that is free after those of whoever came before it."""
+    engine = EngineConfig(max_num_reqs=rows, max_prefill_tokens=8, penalty_rows=1)
+    queues = DecodeQueues(PageBook(400, 4), engine)
+    scheduler, turns = DecodeScheduler(queues, EOS), list[int]()
+    queues.on_row = lambda req, now: turns.append(req.arrival)
+
+    def ask(*, here: bool) -> None:
+        req = Req("r", queues._arrivals, "r", [2, 3, 4], 3, Sampling(4, ignore_eos=True), 0.0)
+        assert queues.admit(req)
+        assert req.hold is not None
+        queues.book.bind(req.hold, 3)
+        (queues.prefill_locally if here else queues.make_ready)(req)
+
+    for number in range(40 * rows):
+        while len(queues.ready) <= rows:
+            ask(here=False)
+        if number % 8 == 0:
+            ask(here=True)
+        if (plan := scheduler.plan()) is not None:
+            sampled = scheduler.launched[plan.step].sampled
+            drawn = [Drawn((7,), len(req.tokens) + 1 == req.max_len) for req in sampled]
+            for req, _, _, reason in scheduler.settle(plan.step, drawn):
+                if reason is not None:
+                    queues.finish(req)
+    skipped = set(range(1, max(turns) - 2 * rows)) - set(turns)
+    assert not skipped, turns

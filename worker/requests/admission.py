@@ -67,22 +67,13 @@ class Admission:
         tracer = self._engine.tracer
         spans = tracer.carried(message.trace, now) if tracer and message.trace else None
         req = Req(
-            message.req_id,
-            message.dispatch,
-            router,
-            list(message.tokens),
-            message.num_prompt_tokens,
-            message.sampling,
-            now + message.timeout_s + DEADLINE_GRACE_S,
-            message.candidates,
-            is_sibling=bool(message.after),
-            leads=message.leads,
-            timeline=Timeline(now, spans),
-            claim_key=message.key,
-            salt=message.salt,
-            session=message.session,
-            keep_s=message.keep_s,
-        )
+            message.req_id, message.dispatch, router, list(message.tokens),
+            message.num_prompt_tokens, message.sampling,
+            now + message.timeout_s + DEADLINE_GRACE_S, message.candidates,
+            is_sibling=bool(message.after), leads=message.leads, timeline=Timeline(now, spans),
+            claim_key=message.key, salt=message.salt,
+            session=message.session, keep_s=message.keep_s,
+        )  # fmt: skip
         if not self._queues.admit(req):
             raise Busy("no KV pages or slots of state left", BUSY_RETRY_S)
         if message.session:

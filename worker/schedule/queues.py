@@ -109,11 +109,8 @@ class DecodeQueues:
 
     def fork(self, req: Req, leader: Req) -> bool:
         """Have KV and state of a prompt copied from another choice of it; False: it has run on."""
-        if (
-            leader.phase is not Phase.READY
-            or leader.tokens != req.tokens
-            or leader.salt != req.salt
-        ):
+        alike = leader.tokens == req.tokens and leader.salt == req.salt
+        if leader.phase is not Phase.READY or not alike:
             return False
         assert leader.hold is not None
         assert req.hold is not None
@@ -133,11 +130,17 @@ class DecodeQueues:
         self.ready.append(req)
 
     def start_ready(self, now: float) -> None:
-        """Give rows to ready requests, in their order, as far as there are any."""
+        """Give rows to ready requests, in their order, as far as there are any.
+
+        The last one is left for an older request of `local`, if none of these has a row.
+        """
+        begun = any(req.row for req in self.local)
+        left = [req.arrival for req in self.local if not begun and self._may_start(req)]
         for req in list(self.ready):
             if not self.rows.num_free:
                 break  # no row is free, so no waiting request can start
-            if not (self.rows.can_take(req.sampling) and self.shares.allow_row(req.router)):
+            is_left = left and self.rows.num_free == 1 and min(left) < req.arrival
+            if is_left or not self._may_start(req):
                 continue  # others may go first, of which some need no penalty slot
             self.ready.remove(req)
             self.on_row(req, now)
@@ -161,7 +164,7 @@ class DecodeQueues:
             if end == start:
                 break  # less is left of the step than a chunk needs, or nothing
             if not req.row:
-                if not (self.rows.can_take(req.sampling) and self.shares.allow_row(req.router)):
+                if not self._may_start(req):
                     continue
                 self.on_row(req, now)
                 self.rows.enter(req, now, active=False)
@@ -229,6 +232,10 @@ class DecodeQueues:
             self.book.close(req.hold)
             req.hold = None
             self.shares.holders.discard(req)
+
+    def _may_start(self, req: Req) -> bool:
+        """Whether it may have a row now."""
+        return self.rows.can_take(req.sampling) and self.shares.allow_row(req.router)
 
     def _runs(self, req: Req) -> None:
         req.phase = Phase.RUNNING
