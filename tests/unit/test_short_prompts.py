@@ -157,6 +157,16 @@ def test_while_short_prompts_come_steps_far_into_a_long_one_are_shorter(
         assert num_tokens == shortest or step_s(chunks) <= step_s([(chunk, 0)]) + 0.02
 
 
+def test_what_a_tier_still_loads_does_not_count_in_a_step_s_time() -> None:
+    worker = Worker()
+    worker.pace.pair_s = PAIR_S
+    worker.ask(LONG, 0.0).num_planned_tokens = LONG - 2 * CHUNK
+    worker.ask(CHUNK, 0.0).loads = True
+    worker.scheduler._short_at = 0.0
+    worker.launch()
+    assert of(worker.plans[0]) == [(1536, LONG - 2 * CHUNK)]
+
+
 def test_what_comes_before_a_chunk_is_learnt_from_steps_that_are_noisy() -> None:
     rnd, known = random.Random(0), pace()
     for _ in range(200):

@@ -99,7 +99,7 @@ class PrefillScheduler:
         return now - self._short_at < SHORT_S
 
     def _step_tokens(self, order: Sequence[PrefillReq], now: float) -> int:
-        """Choose how many tokens the next step may have; order: of what waits."""
+        """Choose how many tokens the next step may have; order: of what can be computed."""
         most = self._pace.step_tokens(self.num_queued_tokens, self.waiting[0].link_bytes_per_s)
         if self.may_get_short(now):
             done = [(req.num_target_tokens, req.num_planned_tokens) for req in order]
@@ -114,11 +114,12 @@ class PrefillScheduler:
         if not self.waiting:
             return None
         arrived = list(self.waiting)
-        order = in_order(arrived, begun_first=self.rows.are_scarce)
+        here = [req for req in arrived if not req.loads]
+        order = in_order(here, begun_first=self.rows.are_scarce)
         budget = self._step_tokens(order, now)
         launched: list[tuple[PrefillReq, Chunk]] = []
         for req in order:
-            if req.loads or (not req.row and not self.rows.num_free):
+            if not req.row and not self.rows.num_free:
                 continue
             start = req.num_planned_tokens
             end = chunk_end(start, budget, req.num_target_tokens, self._limits.grain)
