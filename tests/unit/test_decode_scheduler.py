@@ -685,16 +685,19 @@ def test_a_token_drawn_elsewhere_is_followed_by_one_drawn_here() -> None:
     assert len(queues.take_chunks(0.0)) == 1
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_a_prompt_computed_here_gets_a_row_although_others_are_always_ready(rows: int) -> None:
-    """The first row that is free after those of whoever came before it."""
-    engine = EngineConfig(max_num_reqs=rows, max_prefill_tokens=8, penalty_rows=1)
+@pytest.mark.parametrize(("rows", "slots"), [(1, 1), (2, 2), (5, 5), (9, 3)])
+def test_a_prompt_computed_here_gets_a_row_although_others_are_always_ready(
+    rows: int, slots: int
+) -> None:
+    """Or a slot for its penalty, of which there may be fewer."""
+    engine = EngineConfig(max_num_reqs=rows, max_prefill_tokens=8, penalty_rows=slots)
     queues = DecodeQueues(PageBook(400, 4), engine)
     scheduler, turns = DecodeScheduler(queues, EOS), list[int]()
     queues.on_row = lambda req, now: turns.append(req.arrival)
 
     def ask(*, here: bool) -> None:
-        req = Req("r", queues._arrivals, "r", [2, 3, 4], 3, Sampling(4, ignore_eos=True), 0.0)
+        sampling = Sampling(4, ignore_eos=True, presence_penalty=0.1)
+        req = Req("r", queues._arrivals, "r", [2, 3, 4], 3, sampling, 0.0)
         assert queues.admit(req)
         assert req.hold is not None
         queues.book.bind(req.hold, 3)

@@ -132,14 +132,16 @@ class DecodeQueues:
     def start_ready(self, now: float) -> None:
         """Give rows to ready requests, in their order, as far as there are any.
 
-        The last one is left for an older request of `local`, if none of these has a row.
+        The last one, or penalty slot, is left for an older one of `local`, while none of these has
+        a row.
         """
         begun = any(req.row for req in self.local)
-        left = [req.arrival for req in self.local if not begun and self._may_start(req)]
+        arrivals = (req.arrival for req in self.local if not begun and self._may_start(req))
+        first = next(arrivals, self._arrivals)
         for req in list(self.ready):
             if not self.rows.num_free:
                 break  # no row is free, so no waiting request can start
-            is_left = left and self.rows.num_free == 1 and min(left) < req.arrival
+            is_left = first < req.arrival and self.rows.num_left(req.sampling) == 1
             if is_left or not self._may_start(req):
                 continue  # others may go first, of which some need no penalty slot
             self.ready.remove(req)
@@ -235,7 +237,7 @@ class DecodeQueues:
 
     def _may_start(self, req: Req) -> bool:
         """Whether it may have a row now."""
-        return self.rows.can_take(req.sampling) and self.shares.allow_row(req.router)
+        return self.rows.num_left(req.sampling) > 0 and self.shares.allow_row(req.router)
 
     def _runs(self, req: Req) -> None:
         req.phase = Phase.RUNNING

@@ -36,9 +36,10 @@ class RowTable:
         """Whether less than half of the rows are free."""
         return 2 * len(self._free) < self._num_rows
 
-    def can_take(self, sampling: Sampling) -> bool:
-        """Whether a row is free, and a penalty slot if the request needs one."""
-        return bool(self._free) and (not sampling.changes_logits or bool(self._free_slots))
+    def num_left(self, sampling: Sampling) -> int:
+        """How many such requests a row is free for, and a penalty slot if they need one."""
+        num_slots = len(self._free_slots) if sampling.changes_logits else len(self._free)
+        return min(len(self._free), num_slots)
 
     def take(self) -> int:
         """Remove and return the lowest free row."""
