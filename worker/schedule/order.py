@@ -3,8 +3,9 @@
 Were it first come first served, a prompt of 512 tokens would wait for all of the 32k before it. So
 the prompt that has fewest tokens left goes first. But once later prompts have passed one with as
 many tokens as it is long itself, it keeps its place among those. So a prompt waits for those before
-it, and for so many tokens of later ones and a step at most. While rows are scarce, who has one goes
-before who has none and can still be passed: rows are not for prompts that wait.
+it, for so many tokens of later ones and a step at most, and for a row if none is free. While rows
+are scarce, who has one goes before who has none and can still be passed: rows are not for prompts
+that wait.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
