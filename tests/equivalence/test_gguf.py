@@ -8,13 +8,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from tests.equivalence.test_models import (
-    LINEAR_ROPE,
-    LLAMA3_ROPE,
-    assert_same,
-    load,
-    save_random,
-)
+from tests.equivalence.test_models import LINEAR_ROPE, LLAMA3_ROPE, assert_same, load, save_random
 from tests.support import smollm2
 from tests.support.dense_families import MIXED, NO_PAD, YARN
 from tests.support.engines import running

@@ -160,9 +160,7 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("int(head_dim * factor) // 2 * 2", "head_dim"),
         ],
     },
-    "drafts": {
-        "drafts.chain:ChainDrafter.forward": [("self.shape.norm_output", "False")],
-    },
+    "drafts": {"drafts.chain:ChainDrafter.forward": [("self.shape.norm_output", "False")]},
     "cooled": {"cache.book:PageBook.num_free_slots": [("num_pullable", "num_free")]},
     "gridded": {"schedule.prefill:chunk_end": [("end // grain * grain", "end")]},
     "pulled": {

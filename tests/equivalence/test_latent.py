@@ -109,8 +109,7 @@ TRAINED = "tiny-latent", "pulled, two ranks, ngram"
 
 
 @pytest.mark.parametrize(
-    ("case", "way"),
-    [*SHORT, TRAINED, *in_whole(*(each for each in SERVED if each not in SHORT))],
+    ("case", "way"), [*SHORT, TRAINED, *in_whole(*(each for each in SERVED if each not in SHORT))]
 )
 def test_whatever_serves_a_request_changes_nothing(case: str, way: str) -> None:
     assert dense_laws.served(saved(case)[0], WAYS[way]) == greedy(case)
@@ -135,8 +134,7 @@ IN_EIGHT_BITS = [(case, way) for case in ("v3", "v2-lite", "tiny-latent") for wa
 
 
 @pytest.mark.parametrize(
-    ("case", "way"),
-    [TRAINED, *in_whole(*(each for each in IN_EIGHT_BITS if each != TRAINED))],
+    ("case", "way"), [TRAINED, *in_whole(*(each for each in IN_EIGHT_BITS if each != TRAINED))]
 )
 def test_nor_does_it_with_latents_in_eight_bits(case: str, way: str) -> None:
     assert dense_laws.served(saved(case)[0], WAYS[way], EIGHT) == alone_in_eight_bits(case)

@@ -246,11 +246,7 @@ def longest_steps(rows: Sequence[Row]) -> None:
 
 
 def run_all(
-    rows: Sequence[Row],
-    url: str,
-    bystander: Bystander,
-    alone: Stretch,
-    pids: Sequence[int | None],
+    rows: Sequence[Row], url: str, bystander: Bystander, alone: Stretch, pids: Sequence[int | None]
 ) -> Iterator[Attack]:
     """One after another. alone: how the bystander fared."""
     port = int(url.rpartition(":")[2])

@@ -55,9 +55,7 @@ def kill_and_wait_said(serve: Serve, name: str) -> None:
 
 
 @pytest.mark.whole
-def test_a_gcs_and_agents_are_outlived_and_a_raylet_ends_serve_with_its_cause(
-    serve: Serve,
-) -> None:
+def test_a_gcs_and_agents_are_outlived_and_a_raylet_ends_serve_with_its_cause(serve: Serve) -> None:
     before, shm_before = processes(), shared_memory()
     serve.start("--prefill", "1", "--decode", "2").wait_ready()
 

@@ -223,10 +223,7 @@ def test_a_pod_of_several_gpus_holds_all_ranks_of_its_worker() -> None:
     ("values", "volume"),
     [
         ("volume: emptyDir, emptyDir: {sizeLimit: 1Ti}", {"emptyDir": {"sizeLimit": "1Ti"}}),
-        (
-            "volume: pvc, pvc: {existingClaim: kv}",
-            {"persistentVolumeClaim": {"claimName": "kv"}},
-        ),
+        ("volume: pvc, pvc: {existingClaim: kv}", {"persistentVolumeClaim": {"claimName": "kv"}}),
         (
             "volume: hostPath, hostPath: {path: /mnt/nvme}",
             {"hostPath": {"path": "/mnt/nvme", "type": "Directory"}},

@@ -6,12 +6,7 @@ from typing import Any
 import pytest
 
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import (
-    QWEN,
-    DecodeDouble,
-    Served,
-    speak,
-)
+from tests.fault.router_doubles import QWEN, DecodeDouble, Served, speak
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "é"}}\n</tool_call>'
 THOUGHT = "<think>\nI look.\n</think>\n\n"

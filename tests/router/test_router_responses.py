@@ -10,13 +10,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import (
-    QWEN,
-    DecodeDouble,
-    Serve,
-    Served,
-    speak,
-)
+from tests.fault.router_doubles import QWEN, DecodeDouble, Serve, Served, speak
 from tests.support.patience import HANG_S, until
 from worker.api import Abort, Error, FinishReason
 

@@ -7,13 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fault.router_doubles import (
-    DecodeDouble,
-    Serve,
-    Served,
-    metric,
-    speak,
-)
+from tests.fault.router_doubles import DecodeDouble, Serve, Served, metric, speak
 from worker.api import FinishReason, Stages, Stop
 
 LETTERS = "abcdefgh"

@@ -216,12 +216,7 @@ class Bench:
 
     @torch.inference_mode()
     def run(
-        self,
-        launch: Callable[..., Forward],
-        layout: Layout,
-        num_rows: int,
-        *,
-        fixed: int = 0,
+        self, launch: Callable[..., Forward], layout: Layout, num_rows: int, *, fixed: int = 0
     ) -> tuple[Tensor, ...]:
         """Hidden states of real rows, then the bits of all pages but the sink's."""
         fill(self)

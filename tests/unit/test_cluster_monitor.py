@@ -5,13 +5,7 @@ import time
 
 import pytest
 
-from cluster.control.replicas import (
-    NUM_CHANGES,
-    Changes,
-    Replica,
-    State,
-    backoff_s,
-)
+from cluster.control.replicas import NUM_CHANGES, Changes, Replica, State, backoff_s
 from cluster.control.tasks import in_time
 from cluster.sites.process import Record
 from tests.support.asynchronous import asynchronous

@@ -714,5 +714,4 @@ def test_a_prompt_computed_here_gets_a_row_although_others_are_always_ready(
             for req, _, _, reason in scheduler.settle(plan.step, drawn):
                 if reason is not None:
                     queues.finish(req)
-    skipped = set(range(1, max(turns) - 2 * rows)) - set(turns)
-    assert not skipped, turns
+    assert set(range(1, max(turns) - 2 * rows)) <= set(turns), "one waits for ever"

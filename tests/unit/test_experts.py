@@ -22,13 +22,7 @@ from worker.errors import Unsupported
 from worker.ops import jit, scaled_triton
 from worker.ops.compile_ahead import compile_ahead
 from worker.ops.experts import product_triton, route_triton
-from worker.ops.experts.product import (
-    MAX_BESIDE,
-    PLAIN_FINISH,
-    Beside,
-    Finish,
-    expert_products_ref,
-)
+from worker.ops.experts.product import MAX_BESIDE, PLAIN_FINISH, Beside, Finish, expert_products_ref
 from worker.ops.experts.product_triton import choose, expert_products_triton
 from worker.ops.experts.route import Routes, new_load, refuse_others, route_ref
 from worker.ops.experts.route_triton import route_triton as route
@@ -215,9 +209,7 @@ if not INTERPRETED:
     def test_what_gluon_s_kernel_lacks_stays_with_triton_s(other: dict[str, Any]) -> None:
         assert (product_of(), product_of(**other)) == ("gluon", "triton")
 
-    def test_a_gluon_that_is_not_as_expected_is_told_once(
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
+    def test_a_gluon_that_is_not_as_expected_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
         jit.from_gluon.cache_clear()
         with mock.patch.dict(sys.modules, {product_triton.IN_GLUON[0]: None}):
             assert [jit.from_gluon(*product_triton.IN_GLUON) for _ in range(3)] == [None] * 3

@@ -10,13 +10,7 @@ from tests.support.pairwise import in_whole
 from tests.support.products import computed, error, noise, workspace_of
 from worker.ops.jit import HAS_TRITON
 from worker.ops.norms_triton import swiglu_triton
-from worker.ops.skinny_triton import (
-    MAX_ROWS,
-    SkinnyTile,
-    _skinny_gemm_kernel,
-    choose,
-    skinny_gemm,
-)
+from worker.ops.skinny_triton import MAX_ROWS, SkinnyTile, _skinny_gemm_kernel, choose, skinny_gemm
 
 # The interpreter cuts f32 to bf16 where a GPU rounds, hence twice the usual bound.
 BOUNDS = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
