@@ -232,7 +232,7 @@ def test_a_decode_worker_computes_short_prompts_first_too() -> None:
 def test_the_second_of_two_equal_prompts_waits_for_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So it is placed, although neither its own last token nor the other's was pulled."""
+    """All of both is computed here, their last tokens too, which no pull would bring."""
     before, made = list[int](), Lockstep(sections("cpu", "never"), num_prefill=0)
     monkeypatch.setattr(
         admission,
