@@ -100,6 +100,8 @@ REFUSED += [
     ),
     ("LlamaForCausalLM", {"torch_dtype": "float8_e4m3fn"}, "torch_dtype: .*; set it to that of"),
     ("LlamaForCausalLM", {"mlp_bias": 3}, "mlp_bias: must be true or false, .*; set it right"),
+    ("Glm4ForCausalLM", {"partial_rotary_factor": "0.5"}, "rotary_factor: must be a positive numb"),
+    ("LlamaForCausalLM", {"rope_scaling": YARN | {"mscale": "1"}}, "rope_scaling.mscale: must be"),
     ("MistralModel", {}, "another task.*take a model ...ForCausalLM"),
 ]
 # Architecture, fields beside SIZES, of models that are served; others: tests/equivalence.

@@ -60,8 +60,9 @@ def _read(fields: Fields, name: str, types: tuple[str, ...], layers: str) -> Rop
     is_shared = layers not in inner.values  # by layers of all types
     inner = inner if is_shared else inner.inner(layers)
     theta = inner.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
-    part = inner.get("partial_rotary_factor")
-    part = fields.get("partial_rotary_factor") if part is None else part
+    name_of_part = "partial_rotary_factor"
+    held = (x.number(name_of_part) for x in (inner, fields) if x.get(name_of_part) is not None)
+    part = next(held, None)
     kind = inner.values.get("rope_type", inner.values.get("type", "default"))
     if kind in ("su", "yarn") and "long_factor" in inner.values:
         kind = "longrope"  # as older files of Phi-3 call it
@@ -115,7 +116,7 @@ def _yarn(inner: Fields, factor: float, original: int) -> RopeScaling:
     def grown(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
-    both = [inner.get(each) for each in ("mscale", "mscale_all_dim")]
+    both = [inner.get(x) and inner.number(x) for x in ("mscale", "mscale_all_dim")]
     computed = grown(both[0]) / grown(both[1]) if all(both) else grown(1.0)
     return RopeScaling(
         "yarn",
