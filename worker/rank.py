@@ -31,15 +31,7 @@ from worker.run.flight import MaskedStep, Step
 from worker.start.build import Place, build_engine
 from worker.start.engine import Engine
 from worker.transfer.ranked import OwnDialled, PullPages, RankAnswer, RankOrder, RankPulls
-from worker.transfer.tier.ranks import (
-    Cancel,
-    Forget,
-    Keep,
-    Loaded,
-    LoadPages,
-    RankTier,
-    TierOrder,
-)
+from worker.transfer.tier.ranks import Cancel, Forget, Keep, Loaded, LoadPages, RankTier, TierOrder
 
 log = logging.getLogger("kvlane.rank")
 

@@ -206,7 +206,8 @@ def test_the_tokenizers_end_ends_an_answer_too(tmp_path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     for given, right in ((2, (2, 0, 1)), (None, (0, 1)), ([1, 5], (1, 5, 0))):
         (path / "config.json").write_text(json.dumps(config | {"eos_token_id": given}))
-        configured = WorkerConfig(role="decode", model=ModelConfig(path=str(path)))
+        model = ModelConfig(path=str(path), load_format="dummy")
+        configured = WorkerConfig(role="decode", model=model)
         assert _read_shape(configured).eos_token_ids == right
 
 

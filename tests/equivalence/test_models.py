@@ -16,6 +16,7 @@ from tests.support.pairwise import in_whole, one_in
 from tests.support.processes import on_ranks
 from worker.cache.layout import ModelLayout
 from worker.cache.pool import KVPool
+from worker.config import ModelConfig, WorkerConfig
 from worker.config.checkpoint.delta_shape import block_table
 from worker.config.checkpoint.experts import Division
 from worker.config.checkpoint.shape import read_model_shape
@@ -27,6 +28,7 @@ from worker.model.kinds import Cut, regions_of
 from worker.model.load import load_model
 from worker.model.placement import Placement
 from worker.peers.base import SingleCollective
+from worker.start.build import _read_shape
 from worker.weights.formats import format_of
 from worker.weights.plain import PLAIN
 
@@ -259,6 +261,24 @@ def test_a_checkpoint_of_many_files_loads_through_its_index(tmp_path: Path):
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     (tmp_path / "stray.safetensors").write_bytes(b"not named by the index, so never opened")
     assert_same(reference, tmp_path, chunks=(64,))
+
+
+@torch.inference_mode()
+def test_a_head_unlike_the_embedding_counts_though_config_json_ties_them(tmp_path: Path):
+    from transformers import Qwen2ForCausalLM
+
+    own = save_random(tmp_path, "Qwen2", {}).lm_head.weight.clone()
+    edit(tmp_path, tie_word_embeddings=True)
+    config = WorkerConfig(role="decode", model=ModelConfig(path=str(tmp_path)))
+    shape = _read_shape(config)
+    assert not shape.tie_word_embeddings
+    model = load_model(tmp_path, shape, Placement(SingleCollective(), torch.float32, CPU))
+    assert model.head.weight[: len(own)].equal(own)
+    assert Qwen2ForCausalLM.from_pretrained(tmp_path).lm_head.weight.equal(own)
+    held = load_file(tmp_path / "model.safetensors")
+    held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
+    save_file(held, tmp_path / "model.safetensors", {"format": "pt"})
+    assert _read_shape(config).tie_word_embeddings
 
 
 def both(path: Path, collective: Any = None, **how: Any) -> list[tuple[list[int], torch.Tensor]]:

@@ -38,6 +38,7 @@ from worker.start.tier import add_tier, check_tier
 from worker.transfer.base import TRANSPORTS, KVTransport
 from worker.transfer.host import addresses_in
 from worker.weights.files import as_held
+from worker.weights.loader import has_own_head
 
 log = logging.getLogger("kvlane.engine")
 # Model and pool depend on these; a process keeps both in another role where they are equal.
@@ -162,14 +163,15 @@ def _as_kept(config: WorkerConfig, kept: Kept) -> WorkerConfig:
 
 
 def _read_shape(configured: WorkerConfig) -> ModelShape:
-    """The model's; its tokenizer's end of a text ends an answer, too, as in vLLM."""
+    """The model's, as its files are; its tokenizer's end of a text ends an answer, as in vLLM."""
     directory = configured.model.directory
     shape = read_model_shape(directory).served(configured.model.max_model_len)
     ends = (*shape.eos_token_ids, *eos_ids(directory, shape.vocab_size))
-    held = shape.quantization
+    held, tied = shape.quantization, shape.tie_word_embeddings
     if configured.model.noise is None:
-        held = as_held(held, directory)
-    return replace(shape, eos_token_ids=tuple(dict.fromkeys(ends)), quantization=held)
+        held, tied = as_held(held, directory), tied and not has_own_head(shape, directory)
+    ids = tuple(dict.fromkeys(ends))
+    return replace(shape, eos_token_ids=ids, quantization=held, tie_word_embeddings=tied)
 
 
 def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) -> Start:

@@ -12,12 +12,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from worker.config.checkpoint.declared import kv_field
+from worker.config.checkpoint.families import FAMILIES
 from worker.config.checkpoint.fields import unreadable
-from worker.config.checkpoint.shape import LayerShape
+from worker.config.checkpoint.shape import LayerShape, ModelShape
 from worker.config.progress import Progress, no_progress
 from worker.errors import UserError
 from worker.weights.base import Matrix
-from worker.weights.files import is_gguf, listed, weight_files
+from worker.weights.files import is_gguf, listed, tensor_names, weight_files
 from worker.weights.formats import Readings
 from worker.weights.plain import PLAIN
 from worker.weights.scaled_files import KV_SCALES
@@ -25,8 +26,7 @@ from worker.weights.shard import VALUES, Key, Shard
 from worker.weights.stacks import of_stack
 
 log = logging.getLogger("kvlane.weights")
-
-log = logging.getLogger("kvlane.weights")
+HEAD, HEAD_ROWS = "lm_head.weight", 1 << 12  # the latter are compared at once
 
 
 class Loadable(Protocol):
@@ -143,6 +143,21 @@ def _part(place: str, stored: Any, role: str, shard: Shard) -> Tensor:
         return (shard.codec or PLAIN).part(stored, role, shard)
     except UserError as e:
         raise UserError(f"{place} {e}") from None
+
+
+def has_own_head(shape: ModelShape, path: Path) -> bool:
+    """Whether the files' head is not the embedding: it counts, as in transformers 5.24."""
+    names = f"{FAMILIES[shape.architecture].prefix}.embed_tokens.weight", HEAD
+    where = {name: file for file in weight_files(path) for name in tensor_names(path, [file])}
+    if not where.keys() >= {*names}:
+        return False
+    slices = [safe_open(where[x], framework="pt", device="cpu").get_slice(x) for x in names]
+    for i in range(0, shape.vocab_size, HEAD_ROWS):
+        embedding, head = (each[i : i + HEAD_ROWS].float() for each in slices)
+        if not embedding.equal(head):
+            log.info("%s: tie_word_embeddings, but %s differs, and counts", path, HEAD)
+            return True
+    return False
 
 
 def fill_with_noise(

@@ -137,12 +137,7 @@ OSS = MLP_EXPERTS._replace(router="router", bias="router.bias", paired=True, plu
 # By `architectures[0]` of config.json.
 FAMILIES: Mapping[str, Family] = {
     "Cohere2ForCausalLM": Family(
-        "Command-R7B and A",
-        COHERE,
-        BIASES,
-        still="global",
-        windows=4,
-        **COMMAND_R,
+        "Command-R7B and A", COHERE, BIASES, still="global", windows=4, **COMMAND_R
     ),
     "CohereForCausalLM": Family(
         "Command-R", COHERE, BIASES | {"head_norm": "use_qk_norm"}, **COMMAND_R
@@ -150,18 +145,9 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekV2ForCausalLM": Family("DeepSeek-V2", replace(LATENT, experts=DEEPSEEK)),
     "DeepseekV3ForCausalLM": Family("DeepSeek-V3, R1 and Kimi-K2", LATENT),
     "Exaone4ForCausalLM": Family(
-        "EXAONE 4",
-        Features(qk_norm=True, norms=OUTER),
-        still="global",
-        windows=4,
+        "EXAONE 4", Features(qk_norm=True, norms=OUTER), still="global", windows=4
     ),
-    "Gemma2ForCausalLM": Family(
-        "Gemma 2",
-        GEMMA,
-        BIASES,
-        scales="gemma2",
-        windows=2,
-    ),
+    "Gemma2ForCausalLM": Family("Gemma 2", GEMMA, BIASES, scales="gemma2", windows=2),
     "Gemma3ForCausalLM": GEMMA_3,
     "Gemma3ForConditionalGeneration": GEMMA_3.within("language_model.model"),
     "Glm4ForCausalLM": Family("GLM-4-0414", replace(GLM, norms=SANDWICH), QKV, rotary=0.5),
