@@ -17,14 +17,7 @@ from router.openai.fields import listed, unheeded
 from router.openai.logprobs import of_prompt
 from router.openai.schema import ChatBody, CompletionBody, GenerationBody, parse, seed_of
 from router.openai.served import Served
-from router.openai.tools import (
-    Tools,
-    answer_rules,
-    call_rules,
-    can_be_free,
-    parser,
-    tools_of,
-)
+from router.openai.tools import Tools, answer_rules, call_rules, can_be_free, parser, tools_of
 from router.text import harmony
 from router.text.bounded import Bounds
 from router.text.forms.free import Around

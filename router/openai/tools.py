@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from router.errors import invalid, unsupported
 from router.openai.custom_calls import as_function
@@ -23,6 +23,8 @@ from router.text.harmony import Harmony
 from router.text.parsers import Calls, FirstCallOnly, Parser, Plain
 from router.text.template import ChatTemplate
 
+NO_OBJECTS = "array", "string", "number", "integer", "boolean", "null"  # other types of JSON
+
 
 class Function(RequestModel):
     """A function as OpenAI describes it."""
@@ -31,6 +33,13 @@ class Function(RequestModel):
     description: str = ""
     parameters: dict[str, Any] = Field({})
     strict: bool = False
+
+    @field_validator("parameters")
+    @classmethod
+    def _of_an_object(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        if schema.get("type") in NO_OBJECTS:
+            raise ValueError("must be the schema of an object: its properties are the arguments")
+        return schema
 
 
 class Tool(RequestModel):

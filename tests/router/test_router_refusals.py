@@ -47,6 +47,7 @@ OF_CHATS: list[Row] = [
     ({"tools": [{"type": "x", "function": {"name": "a"}}]}, "tools.0.type"),
     ({"tools": tool(name="a b")}, "tools.0.function.name"),
     ({"tools": tool(name="a", strict=[])}, "tools.0.function.strict"),
+    ({"tools": tool(name="a", parameters={"type": "array"})}, "tools.0.function.parameters"),
     ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": tool(name="x")[0]}, "tool_choice"),
