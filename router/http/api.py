@@ -143,12 +143,7 @@ class Api:
         return replace(prepared, form=partial(MessageAnswer, body.max_tokens))
 
     async def told(
-        self,
-        request: Request,
-        raw: bytes,
-        work: Callable[[bytes], object],
-        *,
-        slow: bool = False,
+        self, request: Request, raw: bytes, work: Callable[[bytes], object], *, slow: bool = False
     ) -> Response:
         """What `work` says of a body."""
         exchange = Exchange.of(request.scope)

@@ -23,14 +23,7 @@ from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
 from router.adapters.responses import Wanted
-from router.adapters.store import (
-    Kept,
-    MissingResponse,
-    ResponseStore,
-    packed,
-    tag_of,
-    unpacked,
-)
+from router.adapters.store import Kept, MissingResponse, ResponseStore, packed, tag_of, unpacked
 from router.errors import ApiError
 from router.show.front import Front
 from worker.api import Member

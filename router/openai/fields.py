@@ -58,6 +58,8 @@ INSIDE: dict[str, tuple[str, ...]] = {
     "tools": ("type", "function", "custom"),
 }
 
+OF_RENDERING = "messages", "tools", "add_generation_prompt"  # no kwargs of a template change them
+
 UNFIT = re.compile(r"[^A-Za-z0-9_.-]")  # for a header
 MAX_NAMES, MAX_NAME_CHARS = 16, 128
 

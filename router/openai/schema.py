@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from router.errors import invalid
 from router.openai.body import Named
 from router.openai.defaults import Defaults, MinP, RepetitionPenalty, Temperature, TopK, TopP, given
-from router.openai.fields import check_built, foreign, is_hosted
+from router.openai.fields import OF_RENDERING, check_built, foreign, is_hosted
 from router.openai.reading import Many, RequestModel, contradiction, mapping, read
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Sampling
 
@@ -67,8 +67,7 @@ def _many(items: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": items}
 
 
-# For fields that take more forms than the one to which they are normalised.
-TEXT: dict[str, Any] = {"type": "string"}
+TEXT: dict[str, Any] = {"type": "string"}  # of fields that take more forms than the normal one
 IDS = _many({"type": "integer"})
 
 
@@ -319,7 +318,8 @@ class ChatBody(OfTemplate, GenerationBody):
         for name in named:
             from_kwargs = name in self.chat_template_kwargs
             is_none = name == "reasoning_effort" and named[name] == "none"
-            known = name in template or (is_none and "enable_thinking" in template)
+            reads = name in template and name not in OF_RENDERING
+            known = reads or (is_none and "enable_thinking" in template)
             if not known and (from_kwargs or name != "enable_thinking"):
                 yield f"chat_template_kwargs.{name}" if from_kwargs else name
 

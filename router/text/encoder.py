@@ -35,11 +35,7 @@ class Encoder:
     """
 
     def __init__(
-        self,
-        encode: Encode,
-        tokenizer: Tokenizer,
-        cuts: re.Pattern[str] | None,
-        max_bytes: int,
+        self, encode: Encode, tokenizer: Tokenizer, cuts: re.Pattern[str] | None, max_bytes: int
     ) -> None:
         self.backend = encode
         self._cuts = cuts if max_bytes else None

@@ -33,12 +33,7 @@ Part = dict[str, Any]  # an entry of llguidance's list of grammars
 
 
 def schema_part(
-    schema: Any,
-    param: str,
-    bounds: Bounds,
-    *,
-    lenient: bool = False,
-    told: list[str] | None = None,
+    schema: Any, param: str, bounds: Bounds, *, lenient: bool = False, told: list[str] | None = None
 ) -> Part:
     """A JSON schema, closed and bounded; raises an ApiError if this is none.
 

@@ -200,9 +200,7 @@ def _named(fields: Fields) -> dict[str, str]:
     raise fields.error("chat_template", "must be a text, or texts by their names")
 
 
-def billless(
-    content: str | list[dict[str, Any]],
-) -> str | list[dict[str, Any]]:
+def billless(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """A system prompt without the lines at its head that Claude Code writes for who bills it.
 
     They differ in each request, so that no prompt would be found in a cache.

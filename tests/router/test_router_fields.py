@@ -49,9 +49,10 @@ def test_fields_without_effect_are_told(
     some = {"verbosity": "low", "unheard_of": False, "structured_outputs": {"regexp": "a"}}
     assert told(served, **said | some) == "verbosity, unheard_of, structured_outputs.regexp"
     kwargs: dict[str, Any] = {
-        "chat_template_kwargs": {"enable_thinking": True, "enable_smoking": True}
+        "chat_template_kwargs": {"enable_thinking": True, "enable_smoking": True, "tools": []}
     }
-    assert told(served, **said | kwargs) == "chat_template_kwargs.enable_smoking"
+    ignored = "chat_template_kwargs.enable_smoking, chat_template_kwargs.tools"
+    assert told(served, **said | kwargs) == ignored
     form = {"response_format": {"type": "text", "schema": {}}, "reasoning_effort": "low"}
     assert told(served, TEXT, **said | form) == "reasoning_effort, response_format.schema"
 
