@@ -114,7 +114,9 @@ def chat_of(body: CountBody, template: str) -> ChatBody:
         if name == "tools":  # of hosted ones the header names the types
             given = [tool for tool in body.tools if tool.get("type") in (None, "custom")]
         fields |= dict.fromkeys(foreign(name, given, known), True)
-    if body.messages[-1].role == "assistant":
+    if fields["messages"][-1] == {"role": "assistant", "content": ""}:
+        fields["messages"].pop()  # as in Anthropic's API the last one may be empty
+    elif body.messages[-1].role == "assistant":
         fields["continue_final_message"] = True
     return valid(MessageChat, fields)
 
@@ -263,10 +265,7 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     kind = tool.get("type") or "custom"
     if kind != "custom":  # nothing that is run here: `tools_of`
         return {"type": kind, "name": tool.get("name")}
-    function: dict[str, Any] = {
-        "name": tool.get("name"),
-        "parameters": tool.get("input_schema") or {},
-    }
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
     function |= {name: tool[name] for name in ("description", "strict") if tool.get(name)}
     return {"type": "function", "function": function}
 
@@ -282,10 +281,11 @@ def _choice(choice: Mapping[str, Any] | None) -> dict[str, Any]:
         made = CHOICES[kind]
     else:
         raise invalid("tool_choice.type: must be auto, any, tool or none", "tool_choice.type")
-    return {
-        "tool_choice": made,
-        "parallel_tool_calls": choice.get("disable_parallel_tool_use") is not True,
-    }
+    alone = choice.get("disable_parallel_tool_use")
+    if alone not in (None, True, False):
+        name = "tool_choice.disable_parallel_tool_use"
+        raise invalid(f"{name}: must be true or false", name)
+    return {"tool_choice": made, "parallel_tool_calls": not alone}
 
 
 def _thinking(body: CountBody, template: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def _thinking(body: CountBody, template: str, given: Mapping[str, Any]) -> dict[
     shown = {"include_reasoning": False} if thinking.get("display") == "omitted" else {}
     switch = {SWITCH: kind != "disabled"} if SWITCH in template else {}
     effort = mapping(body.output_config).get("effort")
-    efforts = {"reasoning_effort": effort} if isinstance(effort, str) else {}
+    efforts = {} if effort is None else {"reasoning_effort": effort}
     return {"chat_template_kwargs": {**switch, **given}, **efforts, **shown}
 
 

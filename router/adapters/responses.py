@@ -184,8 +184,8 @@ def chat_of_response(body: ResponseBody, conversation: Sequence[Item]) -> ChatBo
     unheeded += [f"include.{name}" for name in body.include if name != LOGPROBS]
     fields |= dict.fromkeys(unheeded, True)
     fields["reasoning_effort"] = body.reasoning.get("effort")
-    form = mapping(body.text.get("format"))
-    if form:
+    form, asked = mapping(body.text.get("format")), body.text.get("format")
+    if asked not in (None, {}):
         described = {name: value for name, value in form.items() if name != "type"}
         fields["response_format"] = {"type": form.get("type"), "json_schema": described}
     return valid(ChatBody, fields)

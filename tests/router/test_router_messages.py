@@ -132,6 +132,14 @@ and<|im_end|>
 {UNTHOUGHT}""")
 
 
+def test_an_empty_last_message_of_the_assistant_is_none(
+    served: Served, double: DecodeDouble, text: Text
+) -> None:
+    double.says(text, "ok")
+    told(served, False, messages=[*HELLO, {"role": "assistant", "content": ""}])
+    assert double.prompt(text).endswith(HEARD + UNTHOUGHT)
+
+
 def test_an_answer_without_a_word_has_an_empty_block(
     served: Served, double: DecodeDouble, streamed: bool
 ) -> None:
@@ -175,6 +183,8 @@ def test_structured_output(served: Served, double: DecodeDouble, text: Text, nam
         ({"n": 2}, "n has no place"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": "true"}}, "tool_choice.dis"),
+        ({"output_config": {"effort": 3}}, "effort: Input should be a valid string"),
         ({"thinking": {"type": "much"}}, "thinking.type"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"bad_words": ["x"]}, "bad_words"),

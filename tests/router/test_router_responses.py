@@ -241,6 +241,7 @@ def test_a_background_response_is_asked_for_until_it_ends(
         ({"background": True, "store": False}, "background"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"text": {"format": {"type": "xml"}}}, "response_format.type"),
+        ({"text": {"format": "json_object"}}, "response_format.type"),
         ({"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, "tool_choice.allowed_tools"),
         ({"input": []}, "messages"),
     ],
