@@ -68,6 +68,15 @@ class OpenResponseBody(ResponseBody):
     input: str | Many[dict[str, Any]] = Field([])
 
 
+class ResponseChat(ChatBody):
+    """The chat of a response, where its limit has another name."""
+
+    @property
+    def asked_max_tokens(self) -> tuple[int | None, str]:
+        asked, name = super().asked_max_tokens
+        return asked, name.replace("completion", "output")
+
+
 Space = tuple[str, str]  # a namespace, and the name of a function in it
 
 
@@ -158,6 +167,8 @@ def chat_of_response(body: ResponseBody, conversation: Sequence[Item]) -> ChatBo
     """The chat that a response is; raises an ApiError, 400, that names the field."""
     extra = body.model_extra or {}
     refuse_foreign(extra)
+    if not conversation:
+        raise invalid("input: must not be empty", "input")
     for name in NOT_KEPT:
         if name in extra:
             raise unsupported(f"{name}: none is kept here", name)
@@ -188,7 +199,7 @@ def chat_of_response(body: ResponseBody, conversation: Sequence[Item]) -> ChatBo
     if asked not in (None, {}):
         described = {name: value for name, value in form.items() if name != "type"}
         fields["response_format"] = {"type": form.get("type"), "json_schema": described}
-    return valid(ChatBody, fields)
+    return valid(ResponseChat, fields)
 
 
 def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -243,7 +243,8 @@ def test_a_background_response_is_asked_for_until_it_ends(
         ({"text": {"format": {"type": "xml"}}}, "response_format.type"),
         ({"text": {"format": "json_object"}}, "response_format.type"),
         ({"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, "tool_choice.allowed_tools"),
-        ({"input": []}, "messages"),
+        ({"input": []}, "input"),
+        ({"max_output_tokens": 10**9}, "max_output_tokens"),
     ],
 )  # fmt: skip
 def test_mistakes_name_the_field(served: Served, wrong: dict[str, Any], param: str) -> None:
