@@ -265,7 +265,8 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     kind = tool.get("type") or "custom"
     if kind != "custom":  # nothing that is run here: `tools_of`
         return {"type": kind, "name": tool.get("name")}
-    function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
+    function: dict[str, Any] = {"name": tool.get("name")}
+    function["parameters"] = tool.get("input_schema") or {}
     function |= {name: tool[name] for name in ("description", "strict") if tool.get(name)}
     return {"type": "function", "function": function}
 
