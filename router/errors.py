@@ -1,6 +1,7 @@
 """What a client gets when a request fails: HTTP status and OpenAI's error body."""
 
 import math
+import re
 from typing import Any, Self
 
 from fastapi.responses import JSONResponse
@@ -49,6 +50,21 @@ KINDS = {  # its names of statuses; others: api_error, or the client's mistake
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 504: "timeout_error",
 }  # fmt: skip
+# What other APIs call fields of a chat: by the beginning of their paths, that of a field's.
+CALLED = {
+    ANTHROPIC: {
+        r"tools\.(\d+)\.function\.parameters": r"tools.\1.input_schema",
+        r"tools\.(\d+)\.function": r"tools.\1",
+        r"response_format(\.json_schema)?": "output_config.format",
+        "reasoning_effort": "output_config.effort",
+    },
+    "/v1/responses": {
+        r"tools\.(\d+)\.(function|custom)": r"tools.\1",
+        r"response_format(\.json_schema)?": "text.format",
+        "reasoning_effort": "reasoning.effort",
+        "max_completion_tokens": "max_output_tokens",
+    },
+}
 HEADERS = {408: {"connection": "close"}, 415: {"accept-encoding": "identity"}}
 
 
@@ -115,6 +131,9 @@ class ApiError(KvlaneError):
 
     def response_to(self, path: str = "") -> JSONResponse:
         """The HTTP response of a request that has failed so, in the form of who asks for `path`."""
+        if field := self.param:
+            self.param = called(field, path)
+            self.message = self.message.replace(field, self.param)
         body = self.anthropic if path.startswith(ANTHROPIC) else self.body
         return JSONResponse(body, self.status, self.headers)
 
@@ -130,6 +149,15 @@ class TooLong(ApiError):
         message += "Please reduce the length of the messages or completion."
         super().__init__("context_length_exceeded", message, param=param)
         self.words = f"prompt is too long: {num_tokens} tokens > {limit} maximum"
+
+
+def called(field: str, path: str) -> str:
+    """What a field of a chat, given with the path to it, is called by who asks for `path`."""
+    names = next((CALLED[api] for api in CALLED if path.startswith(api)), {})
+    for pattern, name in names.items():
+        if found := re.match(rf"{pattern}(?![^.])", field):
+            return found.expand(name) + field[found.end() :]
+    return field
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:

@@ -68,15 +68,6 @@ class OpenResponseBody(ResponseBody):
     input: str | Many[dict[str, Any]] = Field([])
 
 
-class ResponseChat(ChatBody):
-    """The chat of a response, where its limit has another name."""
-
-    @property
-    def asked_max_tokens(self) -> tuple[int | None, str]:
-        asked, name = super().asked_max_tokens
-        return asked, name.replace("completion", "output")
-
-
 Space = tuple[str, str]  # a namespace, and the name of a function in it
 
 
@@ -199,7 +190,7 @@ def chat_of_response(body: ResponseBody, conversation: Sequence[Item]) -> ChatBo
     if asked not in (None, {}):
         described = {name: value for name, value in form.items() if name != "type"}
         fields["response_format"] = {"type": form.get("type"), "json_schema": described}
-    return valid(ResponseChat, fields)
+    return valid(ChatBody, fields)
 
 
 def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

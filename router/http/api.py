@@ -12,7 +12,7 @@ from fastapi import Request, Response
 from router.adapters.message_body import MessageAnswer
 from router.adapters.messages import MessagesBody, chat_of, count_tokens, model_card
 from router.dispatch.claims import give_keys
-from router.errors import ApiError, invalid
+from router.errors import ApiError, called, invalid
 from router.http.admission import Admission
 from router.http.answer import Answer
 from router.http.exchange import Exchange
@@ -131,7 +131,7 @@ class Api:
             return prepared
 
         prepared = await self._run(exchange, raw, work, slow=slow)
-        exchange.unheeded = prepared.unheeded
+        exchange.unheeded = [called(name, request.url.path) for name in prepared.unheeded]
         self._admission.begin(exchange, prepared)
         closed = partial(self._admission.end, exchange, prepared)
         return Answer(prepared, self._front, exchange, closed)

@@ -61,9 +61,9 @@ ROOT_FILES = 13  # of worker, __init__ among them
 # What grows unseen if nothing caps it; `tests.support.structure` prints the figures.
 MAX = {
     "worker": 39_580,
-    "router": 16_830,
+    "router": 16_850,
     "cluster": 7_650,
-    "product": 64_060,
+    "product": 64_080,
     "tests": 70_900,
     "benchmarks": 10_170,
     "tests / product": 1.11,
