@@ -183,9 +183,12 @@ def test_replays_change_nothing(
         for engine in made.engines.values():
             poison(engine)
         asks = [Ask(p, s, at=i // 2) for i, (p, s) in enumerate(zip(*asked(), strict=True))]
-        for _ in range(1 + whole):
+        preempted = made.engines[DECODE].metrics.preemptions
+        for count in range(20):  # measured times, by which steps are chosen, are the machine's
             assert [answer.tokens for answer in made.serve(asks)] == expected(sparse=sparse)
-        assert value(made.engines[DECODE].metrics.preemptions) > 0, "the pool was not small enough"
+            if count >= whole and value(preempted):
+                break
+        assert value(preempted) > 0, "the pool was not small enough"
     finally:
         made.close()
 

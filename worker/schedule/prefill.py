@@ -100,7 +100,7 @@ class PrefillScheduler:
 
     def _step_tokens(self, order: Sequence[PrefillReq], now: float) -> int:
         """Choose how many tokens the next step may have; order: of what can be computed."""
-        most = self._pace.step_tokens(self.num_queued_tokens, self.waiting[0].link_bytes_per_s)
+        most = self._pace.step_tokens(self.num_queued_tokens, order[0].link_bytes_per_s)
         if self.may_get_short(now):
             done = [(req.num_target_tokens, req.num_planned_tokens) for req in order]
             most = self._pace.short_step(most, [(target - num, num) for target, num in done])
@@ -111,10 +111,10 @@ class PrefillScheduler:
 
         now: stored as started_at of the requests whose first step this is.
         """
-        if not self.waiting:
-            return None
         arrived = list(self.waiting)
         here = [req for req in arrived if not req.loads]
+        if not here:
+            return None
         order = in_order(here, begun_first=self.rows.are_scarce)
         budget = self._step_tokens(order, now)
         launched: list[tuple[PrefillReq, Chunk]] = []
