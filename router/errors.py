@@ -153,10 +153,10 @@ class TooLong(ApiError):
 
 def called(field: str, path: str) -> str:
     """What a field of a chat, given with the path to it, is called by who asks for `path`."""
-    names = next((CALLED[api] for api in CALLED if path.startswith(api)), {})
-    for pattern, name in names.items():
-        if found := re.match(rf"{pattern}(?![^.])", field):
-            return found.expand(name) + field[found.end() :]
+    for api, names in CALLED.items():
+        for pattern, name in names.items():
+            if path.startswith(api) and (found := re.match(rf"{pattern}(?![^.])", field)):
+                return found.expand(name) + field[found.end() :]
     return field
 
 
