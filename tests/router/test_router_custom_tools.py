@@ -125,4 +125,4 @@ def test_other_grammars_are_refused_by_name(served: Served) -> None:
     form = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
     body = {"input": "hello", "tools": [{"type": "custom", **CUSTOM, "format": form}]}
     error = served.post("responses", **body)
-    assert (error.status_code, error.json()["error"]["param"]) == (400, "tools.0.custom.format")
+    assert (error.status_code, error.json()["error"]["param"]) == (400, "tools.0.format")
